@@ -1,0 +1,1 @@
+"""The data that every layer speaks: requests, completions, settings, errors. Knows nothing else."""

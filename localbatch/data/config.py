@@ -1,0 +1,106 @@
+"""Settings of the engine and the scheduler, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from localbatch.data.errors import ConfigError
+
+MAX_SLOTS = 256
+"""Most sequences in one llama.cpp context (LLAMA_MAX_SEQ in llama.cpp's src/llama-cparams.h)."""
+
+CELL_STEP = 256
+"""llama.cpp rounds the cells of a sequence up to a multiple of this."""
+
+
+class KVLayout(str, Enum):
+    """How sequences share a context's KV cache; the names are llama.cpp's."""
+
+    STREAMS = "streams"
+    """Each sequence has cells of its own; exact on the CPU, and fast."""
+    UNIFIED = "unified"
+    """All sequences share one pool of cells; a row may use what others don't."""
+
+
+class FlashAttention(str, Enum):
+    """Whether attention runs fused."""
+
+    AUTO = "auto"
+    """On with a GPU, off on the CPU."""
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the engine runs and with how much of the machine.
+
+    `None` means: chosen from the model, the machine and the rows. Raises `ConfigError`, naming the
+    field, when a value is out of range.
+    """
+
+    model: str
+    """Path of the GGUF file."""
+    backend: str = "llama"
+    """`llama` is llama.cpp; `fake` is a deterministic stand-in that needs no model."""
+    ctx: int | None = None
+    """Most tokens of one row, prompt and answer together."""
+    parallel: int | None = None
+    """Most rows in the batch at one time."""
+    threads: int | None = None
+    """CPU threads of llama.cpp."""
+    gpu_layers: int | None = None
+    """Layers put on a GPU; -1 is all. Left out: all, if llama.cpp was built for a GPU."""
+    kv_layout: KVLayout = KVLayout.STREAMS
+    kv_cells: int | None = None
+    """Cells that the rows share in the unified layout; left out: enough for every row."""
+    flash_attention: FlashAttention = FlashAttention.AUTO
+    fake_step_s: float = 0.0
+    """Seconds that a step of the fake backend takes."""
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("llama", "fake"):
+            raise ConfigError(f"backend: must be 'llama' or 'fake', not {self.backend!r}")
+        _optional_range("ctx", self.ctx, 8, 2**24)
+        _optional_range("parallel", self.parallel, 1, MAX_SLOTS)
+        _optional_range("threads", self.threads, 1, 512)
+        _optional_range("gpu_layers", self.gpu_layers, -1, 10_000)
+        _optional_range("kv_cells", self.kv_cells, 8, 2**31 - 1)
+        if self.kv_cells is not None and self.kv_layout is not KVLayout.UNIFIED:
+            raise ConfigError("kv_cells: goes with the unified layout only")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The room that the scheduler hands out."""
+
+    num_slots: int
+    """Sequences that can be in the batch at one time."""
+    row_cells: int
+    """Most tokens of one sequence."""
+    pool_cells: int | None = None
+    """Cells that all sequences share (unified); `None`: each slot has `row_cells` of its own."""
+    chunk: int = 512
+    """Prompt chunks end at multiples of this position, whatever else is in the step."""
+    max_step_tokens: int = 2048
+    """Prompt tokens in one step, over all sequences; at least one chunk."""
+
+    def __post_init__(self) -> None:
+        _range("num_slots", self.num_slots, 1, MAX_SLOTS)
+        _range("row_cells", self.row_cells, 1, 2**31 - 1)
+        _range("chunk", self.chunk, 1, 2**31 - 1)
+        _range("max_step_tokens", self.max_step_tokens, self.chunk, 2**31 - 1)
+        if self.pool_cells is not None:
+            # A lone sequence of full length must fit, or it could never end.
+            _range("pool_cells", self.pool_cells, self.row_cells, 2**31 - 1)
+
+
+def _range(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}: must be a whole number from {low} to {high}, not {value!r}")
+
+
+def _optional_range(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None:
+        _range(name, value, low, high)

@@ -1,0 +1,1 @@
+"""Runs the scheduler's plans: backends, sampling, text, and the process that holds the model."""

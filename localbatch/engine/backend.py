@@ -1,0 +1,96 @@
+"""What the engine asks of whatever computes the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from localbatch.scheduler.plan import PlanRow, StepPlan
+
+Logits: TypeAlias = npt.NDArray[np.float32]
+"""Shape (rows, vocabulary)."""
+
+Sample: TypeAlias = Callable[[Sequence[PlanRow], Logits], list[int]]
+"""Chooses a token for each row; the logits are only valid during the call."""
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a loaded model says of itself."""
+
+    description: str
+    """Architecture, size and quantization in llama.cpp's words, such as `llama 135M Q4_1`."""
+    architecture: str
+    num_params: int
+    file_bytes: int
+    num_vocab: int
+    max_ctx: int
+    """Context length in tokens that the model was trained for."""
+    kv_bytes_per_cell: int
+    """KV cache bytes of one token."""
+    bos_token: int | None
+    eos_token: int | None
+    end_tokens: frozenset[int]
+    """Tokens that end an answer."""
+    adds_bos: bool
+    """Whether the tokenizer puts the BOS token first."""
+    chat_template: str | None
+    special_texts: frozenset[str] = frozenset()
+    """How the control tokens are written; text from a row must not become one."""
+    metadata: dict[str, str] = field(default_factory=dict, repr=False)
+    """The GGUF file's own keys and values, long ones cut."""
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """The size and shape of the KV cache, and how it is computed."""
+
+    num_slots: int
+    row_cells: int
+    """Most tokens of one sequence."""
+    pool_cells: int | None
+    """Cells shared by all (unified); `None`: streams."""
+    chunk: int
+    """Most prompt tokens computed in one pass."""
+    threads: int
+    flash_attention: bool = False
+
+
+class Backend(Protocol):
+    """Computes step plans.
+
+    `forward` needs what llama.cpp needs: positions without gaps, slots and cells within the
+    context's bounds; anything else is a `DecodeError`.
+    """
+
+    card: ModelCard
+    decode_s: float
+    """Seconds spent computing (not sampling) since the start."""
+
+    def open(self, config: ContextConfig) -> str:
+        """Make the context, replacing an earlier one; returns a line on its numerics."""
+        ...
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Return token ids; `parse_special` lets written control tokens count as such."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to the text; control tokens add none."""
+        ...
+
+    def forward(self, plan: StepPlan, sample: Sample) -> list[int | None]:
+        """Compute a plan; returns the sampled token of each row, `None` where none was wanted."""
+        ...
+
+    def clear(self) -> None:
+        """Empty the whole KV cache."""
+        ...
+
+    def close(self) -> None:
+        """Free context and model."""
+        ...

@@ -1,0 +1,49 @@
+"""What one step computes; enough to replay it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from localbatch.scheduler.sequence import Sequence
+
+
+class PlanRow(NamedTuple):
+    """Tokens `[start, end)` of one sequence, to be computed in `slot`."""
+
+    sequence: Sequence
+    slot: int
+    start: int
+    end: int
+    wants_logits: bool
+    is_prefill: bool
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids to compute."""
+        return self.sequence.tokens[self.start : self.end]
+
+
+class Move(NamedTuple):
+    """All cells of slot `source` go to the free slot `target`."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: first `releases`, then `moves`, then `rows`."""
+
+    rows: list[PlanRow]
+    moves: list[Move]
+    releases: list[int]
+    """Slots whose cells are to be freed; a row with `start == 0` finds its slot empty."""
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by this step."""
+        return sum(row.end - row.start for row in self.rows)

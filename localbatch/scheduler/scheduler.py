@@ -1,0 +1,214 @@
+"""The scheduler: who computes what in the next step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SequenceOf
+
+from localbatch.data.config import SchedulerConfig
+from localbatch.data.request import FinishReason
+from localbatch.scheduler.plan import Move, PlanRow, StepPlan
+from localbatch.scheduler.sequence import Sequence, SequenceStatus
+from localbatch.scheduler.slots import SlotPool
+
+
+class Scheduler:
+    """Continuous batching over a fixed number of slots.
+
+    There are no phases: each running sequence's `num_computed` chases its `num_tokens`, and one
+    rule serves fresh prompts, long prompts in chunks, and sequences that lost their cells.
+    Use: `plan = schedule()`, compute it, `done = update(plan, tokens)`.
+    """
+
+    def __init__(self, config: SchedulerConfig, end_tokens: Collection[int] = ()) -> None:
+        self.config = config
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in the order of admission
+        self.num_preempted = 0
+        self._end_tokens = frozenset(end_tokens)
+        self._slots = SlotPool(config.num_slots, config.pool_cells)
+        self._releases: list[int] = []
+        self._mixes = config.pool_cells is not None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; raises `ValueError` if its prompt can never fit."""
+        if sequence.num_tokens > self.config.row_cells:
+            raise ValueError(
+                f"{sequence.num_tokens} tokens do not fit {self.config.row_cells} cells"
+            )
+        self.waiting.append(sequence)
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step.
+
+        Sequences that lag catch up first, then waiting ones are admitted, chunk by chunk under one
+        token budget. When nobody lags, all take their next token together: decode is cheapest in a
+        full batch. Where sequences share one pool of cells, those that don't lag decode in the
+        same step as the chunks (llama.cpp computes them in one pass over the weights); in streams
+        that would only break the batch of decoding rows apart. Chunks end at multiples of `chunk`,
+        so that how a row is cut never depends on its neighbours.
+        """
+        preempted = self._make_room()
+        rows = self._catch_up(admit=not preempted)
+        moves: list[Move] = []
+        if not rows or self._mixes:
+            in_plan = {id(row.sequence) for row in rows}
+            moves = [] if self._mixes else self._close_gaps()
+            rows += [
+                self._decode_row(s) for s in self.running if id(s) not in in_plan and not s.lags
+            ]
+        releases, self._releases = self._releases, []
+        return StepPlan(rows, moves, releases)
+
+    def update(self, plan: StepPlan, tokens: SequenceOf[int | None]) -> list[Sequence]:
+        """Take in a computed step.
+
+        `tokens` has an entry for each row of the plan: the token chosen from the row's logits, or
+        `None` where none were wanted. Returns the sequences that ended; their slots are free.
+        """
+        finished = []
+        for row, token in zip(plan.rows, tokens, strict=True):
+            sequence = row.sequence
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            sequence.num_computed = row.end
+            if token is None:
+                continue
+            reason = self._accept(sequence, token)
+            if reason is not None:
+                self.finish(sequence, reason)
+                finished.append(sequence)
+        return finished
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence wherever it stands; a second call only changes the reason."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+
+    def preempt(self) -> Sequence | None:
+        """Take the cells of the sequence admitted last; it waits at the head and is recomputed.
+
+        The oldest sequence is never preempted, so the work always gets on. Returns the victim.
+        """
+        if len(self.running) < 2:
+            return None
+        victim = self.running.pop()
+        self._release(victim)
+        victim.status = SequenceStatus.WAITING
+        victim.num_computed = 0
+        self.waiting.appendleft(victim)
+        self.num_preempted += 1
+        return victim
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if slots, cells or states contradict each other."""
+        self._slots.check_integrity()
+        assert {s.slot for s in self.running} == self._slots.in_use, "slots in use"
+        assert all(s.status is SequenceStatus.RUNNING for s in self.running), "running"
+        assert all(s.status is SequenceStatus.WAITING and s.slot is None for s in self.waiting)
+        assert all(0 <= s.num_computed < s.num_tokens for s in self.running), "computed"
+
+    def _accept(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.request.params
+        if token in self._end_tokens and not params.ignore_eos:
+            return FinishReason.STOP
+        sequence.tokens.append(token)
+        if sequence.num_generated >= params.max_tokens:
+            return FinishReason.LENGTH
+        if sequence.num_tokens > self.config.row_cells:
+            return FinishReason.LENGTH
+        return None
+
+    def _make_room(self) -> bool:
+        """Preempt until every running sequence can go on; whether one was preempted."""
+        preempted = False
+        while self._shortage(self.running) > 0:
+            if self.preempt() is None:
+                raise AssertionError("one sequence alone must fit")
+            preempted = True
+        return preempted
+
+    def _shortage(self, sequences: Iterable[Sequence]) -> int:
+        """Cells missing for `sequences` to be computed up to their newest token."""
+        free = self._slots.free_cells
+        if free is None:
+            return 0
+        return sum(s.num_tokens - self._slots.cells_of(s.slot) for s in sequences) - free
+
+    def _admit(self) -> bool:
+        """Start the first waiting sequence if a slot and cells are free."""
+        sequence = self.waiting[0]
+        if self._shortage([*self.running, sequence]) > 0:
+            return False
+        slot = self._slots.take()
+        if slot is None:
+            return False
+        self.waiting.popleft()
+        sequence.slot = slot
+        sequence.status = SequenceStatus.RUNNING
+        self.running.append(sequence)
+        return True
+
+    def _catch_up(self, *, admit: bool) -> list[PlanRow]:
+        """Plan a chunk for each sequence that lags, new ones included, within the token budget."""
+        budget = self.config.max_step_tokens
+        rows: list[PlanRow] = []
+        for sequence in self.running:
+            length = self._chunk_length(sequence)
+            if sequence.lags and length <= budget:
+                rows.append(self._row(sequence, length, is_prefill=True))
+                budget -= length
+        while admit and self.waiting:
+            length = self._chunk_length(self.waiting[0])
+            if length > budget or not self._admit():
+                break
+            rows.append(self._row(self.running[-1], length, is_prefill=True))
+            budget -= length
+        return rows
+
+    def _chunk_length(self, sequence: Sequence) -> int:
+        start, chunk = sequence.num_computed, self.config.chunk
+        return min(sequence.num_tokens, (start // chunk + 1) * chunk) - start
+
+    def _decode_row(self, sequence: Sequence) -> PlanRow:
+        return self._row(sequence, 1, is_prefill=False)
+
+    def _row(self, sequence: Sequence, length: int, *, is_prefill: bool) -> PlanRow:
+        assert sequence.slot is not None
+        self._slots.grow(sequence.slot, length)
+        start, end = sequence.num_computed, sequence.num_computed + length
+        wants_logits = end == sequence.num_tokens
+        return PlanRow(sequence, sequence.slot, start, end, wants_logits, is_prefill)
+
+    def _close_gaps(self) -> list[Move]:
+        """Move sequences from the highest slots into the free ones below.
+
+        llama.cpp computes streams together only if their ids are consecutive, so a gap would
+        split the batch in two.
+        """
+        moves: list[Move] = []
+        for sequence in sorted(self.running, key=lambda s: s.slot or 0, reverse=True):
+            assert sequence.slot is not None
+            if self._slots.lowest_free_below(sequence.slot) is None:
+                break
+            source = sequence.slot
+            sequence.slot = self._slots.move_to_lowest(source)
+            moves.append(Move(source, sequence.slot))
+        return moves
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self._slots.give_back(sequence.slot)
+        self._releases.append(sequence.slot)
+        sequence.slot = None

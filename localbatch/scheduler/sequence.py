@@ -1,0 +1,64 @@
+"""A request's tokens while it is worked on."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from localbatch.data.request import FinishReason, Request
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """The mutable token state of one request.
+
+    `tokens` holds the prompt and what has been generated; the KV cache holds the first
+    `num_computed` of them. A step moves `num_computed` towards `len(tokens)`; when it gets there,
+    the logits of the last token give the next one.
+    """
+
+    __slots__ = ("finish_reason", "num_computed", "num_prompt", "request", "slot", "status",
+                 "tokens")  # fmt: skip
+
+    def __init__(self, request: Request, prompt_tokens: list[int]) -> None:
+        if not prompt_tokens:
+            raise ValueError("a sequence starts with at least one token")
+        self.request = request
+        self.tokens = list(prompt_tokens)
+        self.num_prompt = len(prompt_tokens)
+        self.num_computed = 0
+        self.slot: int | None = None
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens generated so far (a copy)."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def lags(self) -> bool:
+        """Whether more than the newest token is still to be computed (prefill, or recompute)."""
+        return self.num_computed == 0 or self.num_computed < len(self.tokens) - 1
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.id!r}, {self.status.value}, slot={self.slot}, "
+            f"{self.num_computed}/{self.num_tokens} computed)"
+        )
