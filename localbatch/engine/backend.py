@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -39,7 +40,7 @@ class ModelCard:
     adds_bos: bool
     """Whether the tokenizer puts the BOS token first."""
     chat_template: str | None
-    special_texts: frozenset[str] = frozenset()
+    special_texts: dict[int, str] = field(default_factory=dict, repr=False)
     """How the control tokens are written; text from a row must not become one."""
     metadata: dict[str, str] = field(default_factory=dict, repr=False)
     """The GGUF file's own keys and values, long ones cut."""
@@ -60,6 +61,17 @@ class ContextConfig:
     flash_attention: bool = False
 
 
+class Numerics(Enum):
+    """What a row's logits depend on besides the row itself, in the last bit."""
+
+    SAME_AS_ALONE = "same as alone"
+    """On nothing: a batch gives the bits of a context with one sequence."""
+    SAME_IN_ANY_BATCH = "same in any batch"
+    """On nothing, since decode batches are padded to sizes that llama.cpp computes alike."""
+    VARIES = "varies with the batch"
+    """On the rows beside it."""
+
+
 class Backend(Protocol):
     """Computes step plans.
 
@@ -68,11 +80,15 @@ class Backend(Protocol):
     """
 
     card: ModelCard
-    decode_s: float
-    """Seconds spent computing (not sampling) since the start."""
+    on_gpu: bool
 
-    def open(self, config: ContextConfig) -> str:
-        """Make the context, replacing an earlier one; returns a line on its numerics."""
+    @property
+    def decode_s(self) -> float:
+        """Seconds spent computing (not sampling) since the start."""
+        ...
+
+    def open(self, config: ContextConfig) -> Numerics:
+        """Make the context, replacing an earlier one."""
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:

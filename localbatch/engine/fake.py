@@ -12,7 +12,7 @@ from hashlib import blake2b
 import numpy as np
 
 from localbatch.data.errors import DecodeError
-from localbatch.engine.backend import ContextConfig, ModelCard, Sample
+from localbatch.engine.backend import ContextConfig, ModelCard, Numerics, Sample
 from localbatch.scheduler.plan import StepPlan
 
 BOS, EOS, FIRST_BYTE = 0, 1, 2
@@ -33,15 +33,16 @@ class FakeBackend:
             end_tokens=frozenset({EOS}), adds_bos=True, chat_template=CHAT_TEMPLATE,
         )  # fmt: skip
         self.decode_s = 0.0
+        self.on_gpu = False
         self._step_s = step_s
         self._config: ContextConfig | None = None
         self._slots: list[list[int]] = []
 
-    def open(self, config: ContextConfig) -> str:
+    def open(self, config: ContextConfig) -> Numerics:
         """Make empty slots."""
         self._config = config
         self.clear()
-        return "fake: exact"
+        return Numerics.SAME_AS_ALONE
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Return a token a byte, after BOS if asked for."""

@@ -1,0 +1,378 @@
+"""The one module that touches llama.cpp: thin, typed handles over llama-cpp-python's raw functions.
+
+The package's own `Llama` and `LlamaBatch` classes serve one sequence, so only the C functions are
+used. Nothing here decides anything; llama.cpp aborts the process on some wrong arguments, and each
+guard against that is noted where it stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localbatch.data.errors import BindingError, EngineError, ModelError
+
+SUPPORTED = "llama-cpp-python 0.3.36"
+
+# An aborting llama.cpp would otherwise fork a debugger (ggml.c, ggml_print_backtrace).
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+
+try:
+    import llama_cpp
+    from llama_cpp import llama_cpp as lib
+except Exception as error:  # the package raises what it likes when its library can't be loaded
+    raise BindingError(
+        f"llama-cpp-python can't be loaded ({error}); install {SUPPORTED}"
+    ) from error
+
+_WARN, _ERROR, _CONTINUED = 2, 3, 5  # enum ggml_log_level
+
+_FIELDS = {
+    "llama_model_params": {"n_gpu_layers", "vocab_only", "use_extra_bufts", "no_alloc"},
+    "llama_context_params": {
+        "n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_threads", "n_threads_batch",
+        "flash_attn_type", "kv_unified", "swa_full", "type_k", "type_v",
+    },
+    "llama_batch": {"n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits"},
+}  # fmt: skip
+_FUNCTIONS = (
+    "llama_backend_init", "llama_log_set", "llama_model_load_from_file", "llama_model_free",
+    "llama_init_from_model", "llama_free", "llama_decode", "llama_get_logits", "llama_get_memory",
+    "llama_memory_seq_rm", "llama_memory_seq_cp", "llama_memory_clear", "llama_n_ctx_seq",
+    "llama_tokenize", "llama_token_to_piece", "llama_vocab_is_eog", "llama_vocab_get_attr",
+    "llama_model_chat_template", "llama_model_meta_val_str_by_index",
+)  # fmt: skip
+
+
+def check_binding() -> str:
+    """Return the binding's version; raises `BindingError` if it does not fit this module.
+
+    A structure that differs from the C library's would not fail, it would write to the wrong
+    memory. So names are checked, and defaults that llama.cpp documents (`llama.h`,
+    `llama_context_default_params`) must be found in their places.
+    """
+    version = str(getattr(llama_cpp, "__version__", "unknown"))
+    problems = [
+        f"{name} lacks {', '.join(sorted(missing))}"
+        for name, wanted in _FIELDS.items()
+        if (missing := wanted - {f[0] for f in getattr(getattr(lib, name, None), "_fields_", ())})
+    ]
+    problems += [f"no {name}" for name in _FUNCTIONS if not hasattr(lib, name)]
+    if not problems:
+        params = lib.llama_context_default_params()
+        found = (params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max, params.type_k)
+        if found != (512, 2048, 512, 1, 1):
+            problems.append(f"llama_context_params reads as {found}")
+    if problems:
+        raise BindingError(
+            f"llama-cpp-python {version} does not fit ({'; '.join(problems)}); install {SUPPORTED}"
+        )
+    return version
+
+
+class LogTail:
+    """Keeps the last warnings and errors that llama.cpp logged, and prints none."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=20)
+        self._keep = False
+        self._callback = lib.llama_log_callback(self._on_log)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Collect while loading; outside of it log calls cost nothing."""
+        self._lines.clear()
+        lib.llama_log_set(self._callback, ctypes.c_void_p(0))
+        try:
+            yield
+        finally:
+            lib.llama_log_set(_SILENT, ctypes.c_void_p(0))
+
+    def last(self) -> str:
+        """Return the last line that says something, or an empty string."""
+        lines = [line.strip() for line in "".join(self._lines).splitlines() if line.strip()]
+        telling = [line for line in lines if "failed to load model" not in line.lower()]
+        return (telling or lines or [""])[-1]
+
+    def _on_log(self, level: int, text: bytes, _data: Any) -> None:
+        if level != _CONTINUED:
+            self._keep = level in (_WARN, _ERROR)
+        if self._keep:
+            self._lines.append(text.decode("utf-8", "replace"))
+
+
+def _silent_sink() -> Any:
+    """Return a native function to send log lines to, so that none takes the interpreter's lock."""
+    if os.name == "nt":
+        return lib.llama_log_callback(lambda _level, _text, _data: None)
+    return ctypes.cast(ctypes.CDLL(None).abs, lib.llama_log_callback)
+
+
+_SILENT = _silent_sink()
+_started = False
+
+
+def start() -> None:
+    """Start llama.cpp once for this process."""
+    global _started
+    if not _started:
+        check_binding()
+        lib.llama_log_set(_SILENT, ctypes.c_void_p(0))
+        lib.llama_backend_init()
+        _started = True
+
+
+def system_info() -> str:
+    """Return llama.cpp's line on the processor features it was built with and found."""
+    start()
+    return str(lib.llama_print_system_info().decode())
+
+
+def supports_gpu() -> bool:
+    """Return whether llama.cpp was built for a GPU and finds one."""
+    start()
+    return bool(lib.llama_supports_gpu_offload())
+
+
+class Model:
+    """A loaded GGUF file.
+
+    Raises `ModelError` if llama.cpp refuses it, with llama.cpp's reason.
+    """
+
+    def __init__(self, path: str, *, gpu_layers: int = 0, metadata_only: bool = False) -> None:
+        start()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = gpu_layers
+        params.no_alloc = metadata_only
+        log = LogTail()
+        with log.listening():
+            self.handle = lib.llama_model_load_from_file(os.fsencode(path), params)
+        if not self.handle:
+            raise ModelError(f"{path}: llama.cpp can't load it: {log.last() or 'no reason given'}")
+        self.vocab = lib.llama_model_get_vocab(self.handle)
+        self.num_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
+
+    def close(self) -> None:
+        """Free the model; its contexts must be closed before."""
+        if self.handle:
+            lib.llama_model_free(self.handle)
+            self.handle = None
+
+    @property
+    def description(self) -> str:
+        """Architecture, size and quantization, as llama.cpp names them."""
+        buffer = ctypes.create_string_buffer(256)
+        lib.llama_model_desc(self.handle, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    @property
+    def num_params(self) -> int:
+        """Number of weights."""
+        return int(lib.llama_model_n_params(self.handle))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return int(lib.llama_model_size(self.handle))
+
+    @property
+    def max_ctx(self) -> int:
+        """Context length in tokens that the model was trained for."""
+        return int(lib.llama_model_n_ctx_train(self.handle))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Layers, embedding size, attention heads and KV heads (the first layer's)."""
+        handle = self.handle
+        return (
+            int(lib.llama_model_n_layer(handle)), int(lib.llama_model_n_embd(handle)),
+            int(lib.llama_model_n_head(handle)), int(lib.llama_model_n_head_kv(handle)),
+        )  # fmt: skip
+
+    @property
+    def is_text_generator(self) -> bool:
+        """Whether it is a decoder that answers token by token, with a KV cache."""
+        return bool(lib.llama_model_has_decoder(self.handle)) and not (
+            lib.llama_model_has_encoder(self.handle) or lib.llama_model_is_diffusion(self.handle)
+        )
+
+    def metadata(self, longest: int = 1 << 20) -> dict[str, str]:
+        """Return the file's own keys and values as text; arrays in llama.cpp's short form."""
+        buffer = ctypes.create_string_buffer(longest)
+        found = {}
+        for i in range(lib.llama_model_meta_count(self.handle)):
+            lib.llama_model_meta_key_by_index(self.handle, i, buffer, len(buffer))
+            key = buffer.value.decode("utf-8", "replace")
+            lib.llama_model_meta_val_str_by_index(self.handle, i, buffer, len(buffer))
+            found[key] = buffer.value.decode("utf-8", "replace")
+        return found
+
+    def chat_template(self) -> str | None:
+        """Return the Jinja chat template, if the file has one."""
+        template = lib.llama_model_chat_template(self.handle, None)
+        return template.decode("utf-8", "replace") if template else None
+
+    def special_token(self, name: str) -> int | None:
+        """Return the id of `bos`, `eos`, `eot` and the like, if the vocabulary has it."""
+        token = int(getattr(lib, f"llama_vocab_{name}")(self.vocab))
+        return token if 0 <= token < self.num_vocab else None
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer puts BOS first when asked for special tokens."""
+        return bool(lib.llama_vocab_get_add_bos(self.vocab))
+
+    def end_tokens(self) -> frozenset[int]:
+        """Return all tokens that end an answer."""
+        is_end = lib.llama_vocab_is_eog
+        return frozenset(t for t in range(self.num_vocab) if is_end(self.vocab, t))
+
+    def special_texts(self) -> dict[int, str]:
+        """Return the written form of each control token."""
+        mask = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
+        attribute, text = lib.llama_vocab_get_attr, lib.llama_vocab_get_text
+        special = (t for t in range(self.num_vocab) if attribute(self.vocab, t) & mask)
+        texts = {t: text(self.vocab, t).decode("utf-8", "replace") for t in special}
+        return {token: written for token, written in texts.items() if written}
+
+    def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Return the token ids of UTF-8 `text`."""
+        capacity = len(text) + 8
+        while True:
+            tokens = (lib.llama_token * capacity)()
+            count = lib.llama_tokenize(
+                self.vocab, text, len(text), tokens, capacity, add_special, parse_special
+            )
+            if count >= 0:
+                return list(tokens[:count])
+            capacity = -count
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that `token` adds to a text; control tokens add none."""
+        if not 0 <= token < self.num_vocab:  # llama.cpp aborts on it
+            raise ValueError(f"token {token} is outside of the vocabulary")
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            count = lib.llama_token_to_piece(self.vocab, token, buffer, size, 0, False)
+            if count >= 0:
+                return buffer.raw[:count]
+            size = -count
+
+
+@dataclass(frozen=True)
+class ContextShape:
+    """How a context is made; names as in `llama_context_params`."""
+
+    n_seq_max: int
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    threads: int
+    unified: bool
+    flash_attention: bool
+
+
+class Context:
+    """One KV cache with its compute buffers, and a reusable batch over numpy arrays.
+
+    Fill `tokens`, `positions`, `slots` and `wants` (each of length `n_batch`), then `decode`.
+    """
+
+    def __init__(self, model: Model, shape: ContextShape) -> None:
+        params = lib.llama_context_default_params()
+        params.n_ctx = shape.n_ctx
+        # llama.cpp aborts when sequences outnumber the batch (llama-context.cpp).
+        params.n_batch = max(shape.n_batch, shape.n_seq_max)
+        params.n_ubatch = max(shape.n_ubatch, shape.n_seq_max)
+        params.n_seq_max = shape.n_seq_max
+        params.n_threads = params.n_threads_batch = shape.threads
+        params.kv_unified = shape.unified
+        params.flash_attn_type = (
+            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+            if shape.flash_attention
+            else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        log = LogTail()
+        with log.listening():
+            self.handle = lib.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            reason = log.last() or "no reason given"
+            raise EngineError(f"llama.cpp can't make a context of {shape.n_ctx} cells: {reason}")
+        self.memory = lib.llama_get_memory(self.handle)
+        if not self.memory:
+            self.close()
+            raise ModelError("this model keeps no KV cache, so it can't generate text")
+        self.num_vocab = model.num_vocab
+        self.n_batch = int(lib.llama_n_batch(self.handle))
+        self.n_ctx_seq = int(lib.llama_n_ctx_seq(self.handle))
+        self.decode_s = 0.0
+        self._make_batch()
+
+    def _make_batch(self) -> None:
+        n = self.n_batch
+        self.tokens = np.zeros(n, np.int32)
+        self.positions = np.zeros(n, np.int32)
+        self.wants = np.zeros(n, np.int8)
+        self._counts = np.ones(n, np.int32)  # each token belongs to one sequence
+        self._ids = np.arange(256, dtype=np.int32)
+        self._id_pointers = np.zeros(n, np.uintp)  # the seq_id column: a pointer into _ids each
+        self._batch = lib.llama_batch(
+            n_tokens=0,
+            token=self.tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            embd=None,
+            pos=self.positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            n_seq_id=self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=self._id_pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=self.wants.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def set_slots(self, start: int, end: int, slots: npt.NDArray[np.int64] | int) -> None:
+        """Say which sequences the batch's tokens `[start, end)` belong to."""
+        offsets = np.asarray(slots, np.uintp) * np.uintp(self._ids.itemsize)
+        self._id_pointers[start:end] = np.uintp(self._ids.ctypes.data) + offsets
+
+    def decode(self, num_tokens: int) -> int:
+        """Compute the first `num_tokens` of the batch; returns `llama_decode`'s code, 0 if well."""
+        if not 0 < num_tokens <= self.n_batch:  # llama.cpp aborts on it
+            raise ValueError(f"{num_tokens} tokens in a batch of {self.n_batch}")
+        self._batch.n_tokens = num_tokens
+        start = time.perf_counter()
+        code = int(lib.llama_decode(self.handle, self._batch))
+        self.decode_s += time.perf_counter() - start
+        return code
+
+    def logits(self, num_rows: int) -> npt.NDArray[np.float32]:
+        """Return a view of the last decode's logits, shape (rows, vocabulary), in batch order."""
+        start = time.perf_counter()
+        pointer = lib.llama_get_logits(self.handle)  # waits for a GPU
+        self.decode_s += time.perf_counter() - start
+        return np.ctypeslib.as_array(pointer, shape=(num_rows, self.num_vocab))
+
+    def remove(self, slot: int, start: int = -1) -> None:
+        """Free the cells of `slot` from position `start` on; -1 is all of them."""
+        lib.llama_memory_seq_rm(self.memory, slot, start, -1)
+
+    def copy(self, source: int, target: int) -> None:
+        """Give `target`, which must be empty, the cells of `source`."""
+        lib.llama_memory_seq_cp(self.memory, source, target, -1, -1)
+
+    def clear(self) -> None:
+        """Free all cells."""
+        lib.llama_memory_clear(self.memory, False)
+
+    def close(self) -> None:
+        """Free the context."""
+        if self.handle:
+            lib.llama_free(self.handle)
+            self.handle = None

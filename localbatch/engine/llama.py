@@ -1,0 +1,234 @@
+"""Turns step plans into llama.cpp batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from localbatch.data.errors import DecodeError, ModelError
+from localbatch.engine import binding
+from localbatch.engine.backend import ContextConfig, ModelCard, Numerics, Sample
+from localbatch.engine.numerics import padded, probe
+from localbatch.scheduler.plan import PlanRow, StepPlan
+
+_CODES = {  # include/llama.h, llama_decode
+    1: "no room in the KV cache",
+    2: "aborted",
+    -1: "llama.cpp refused the batch",
+    -2: "llama.cpp could not allocate memory",
+    -3: "llama.cpp failed to compute",
+}
+_UNIFIED_BATCH = 2048
+
+
+class LlamaBackend:
+    """A GGUF model in llama.cpp: one context, a sequence id for each slot.
+
+    How a plan becomes `llama_decode` calls depends on the layout. In streams a batch should hold
+    one kind of row: llama.cpp computes sequences together only for as many tokens as each of them
+    has (`split_equal` in src/llama-batch.cpp), so each prompt chunk goes alone and all decode rows
+    go together, their slots dense. In the unified layout all rows share a pass.
+    """
+
+    def __init__(self, model: str, *, gpu_layers: int | None = None) -> None:
+        on_gpu = binding.supports_gpu() and gpu_layers != 0
+        layers = (-1 if gpu_layers is None else gpu_layers) if on_gpu else 0
+        self._model = binding.Model(model, gpu_layers=layers)
+        if not self._model.is_text_generator:
+            self._model.close()
+            raise ModelError(f"{model}: this is not a model that generates text row by row")
+        self.on_gpu = on_gpu
+        self.card = model_card(self._model, model)
+        self._context: binding.Context | None = None
+        self._config: ContextConfig | None = None
+        self._pads = False
+        self._past_decode_s = 0.0
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds spent in `llama_decode`, all contexts together."""
+        return self._past_decode_s + (self._context.decode_s if self._context else 0.0)
+
+    def open(self, config: ContextConfig) -> Numerics:
+        """Make the context; on the CPU in streams, find out what keeps a row's bits its own."""
+        self._close_context()
+        self._config = config
+        exact = config.pool_cells is None and not config.flash_attention and not self.on_gpu
+        numerics = probe(self._model, config.threads) if exact else Numerics.VARIES
+        self._pads = numerics is Numerics.SAME_IN_ANY_BATCH
+        self._context = binding.Context(self._model, self._shape(config))
+        if self._context.n_ctx_seq < config.row_cells:
+            raise DecodeError(
+                f"llama.cpp gives {self._context.n_ctx_seq} cells a row, not {config.row_cells}", 1
+            )
+        return numerics
+
+    def _shape(self, config: ContextConfig) -> binding.ContextShape:
+        streams = config.pool_cells is None
+        n_seq_max = padded(config.num_slots) if self._pads else config.num_slots
+        return binding.ContextShape(
+            n_seq_max=n_seq_max,
+            n_ctx=config.row_cells * n_seq_max if config.pool_cells is None else config.pool_cells,
+            n_batch=config.chunk if streams else max(config.chunk, _UNIFIED_BATCH),
+            n_ubatch=config.chunk,
+            threads=config.threads,
+            unified=not streams,
+            flash_attention=config.flash_attention,
+        )
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Return token ids."""
+        return self._model.tokenize(
+            text.encode(), add_special=add_special, parse_special=parse_special
+        )
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to the text."""
+        return self._model.token_bytes(token)
+
+    def forward(self, plan: StepPlan, sample: Sample) -> list[int | None]:
+        """Compute a plan call by call, sampling after each: the next call overwrites the logits."""
+        context = self._opened()
+        for slot in plan.releases:
+            context.remove(slot)
+        for source, target in plan.moves:
+            context.remove(target)
+            context.copy(source, target)
+            context.remove(source)
+        tokens: list[int | None] = []
+        for rows in self._calls(plan.rows):
+            tokens += self._compute(context, rows, sample)
+        return tokens
+
+    def _calls(self, rows: Sequence[PlanRow]) -> Iterator[Sequence[PlanRow]]:
+        """Split rows, in order, into the batches of one `llama_decode` each."""
+        assert self._config is not None
+        alone = self._config.pool_cells is None
+        call: list[PlanRow] = []
+        size = 0
+        for row in rows:
+            length = row.end - row.start
+            if call and ((alone and row.is_prefill) or size + length > self._opened().n_batch):
+                yield call
+                call, size = [], 0
+            call.append(row)
+            size += length
+        if call:
+            yield call
+
+    def _compute(
+        self, context: binding.Context, rows: Sequence[PlanRow], sample: Sample
+    ) -> list[int | None]:
+        if rows[0].is_prefill:
+            num_tokens = _fill_chunks(context, rows)
+        else:
+            num_tokens = _fill_decode(context, rows)
+            if self._pads:
+                num_tokens = _fill_padding(context, num_tokens, padded(num_tokens))
+        code = context.decode(num_tokens)
+        if code != 0:
+            raise DecodeError(_CODES.get(code, f"llama_decode returned {code}"), code)
+        wanting = [row for row in rows if row.wants_logits]
+        if not wanting:
+            return [None] * len(rows)
+        chosen = iter(sample(wanting, context.logits(len(wanting))))
+        return [next(chosen) if row.wants_logits else None for row in rows]
+
+    def clear(self) -> None:
+        """Empty the whole KV cache."""
+        self._opened().clear()
+
+    def close(self) -> None:
+        """Free context and model."""
+        self._close_context()
+        self._model.close()
+
+    def _close_context(self) -> None:
+        if self._context is not None:
+            self._past_decode_s += self._context.decode_s
+            self._context.close()
+            self._context = None
+
+    def _opened(self) -> binding.Context:
+        assert self._context is not None, "open() comes first"
+        return self._context
+
+
+def _fill_decode(context: binding.Context, rows: Sequence[PlanRow]) -> int:
+    """Put one token of each row into the batch, by ascending slot as the plan has them."""
+    n = len(rows)
+    context.tokens[:n] = [row.sequence.tokens[row.start] for row in rows]
+    context.positions[:n] = [row.start for row in rows]
+    context.set_slots(0, n, np.array([row.slot for row in rows]))
+    context.wants[:n] = 1
+    return n
+
+
+def _fill_chunks(context: binding.Context, rows: Sequence[PlanRow]) -> int:
+    """Put the rows' tokens into the batch; only the last token of a row may give logits."""
+    at = 0
+    for row in rows:
+        if row.start == 0:
+            context.remove(row.slot)
+        end = at + row.end - row.start
+        context.tokens[at:end] = row.tokens
+        context.positions[at:end] = np.arange(row.start, row.end)
+        context.set_slots(at, end, row.slot)
+        context.wants[at:end] = 0
+        context.wants[end - 1] = row.wants_logits
+        at = end
+    return at
+
+
+def _fill_padding(context: binding.Context, used: int, size: int) -> int:
+    """Fill the batch up to `size` with rows whose results nobody reads, in the free slots above."""
+    for slot in range(used, size):
+        context.remove(slot)
+    context.tokens[used:size] = 0
+    context.positions[used:size] = 0
+    context.set_slots(used, size, np.arange(used, size))
+    context.wants[used:size] = 1  # the output layer, too, must see the padded size
+    return size
+
+
+def model_card(model: binding.Model, path: str) -> ModelCard:
+    """Return what a loaded model says of itself."""
+    metadata = model.metadata()
+    bos, eos = model.special_token("bos"), model.special_token("eos")
+    return ModelCard(
+        description=model.description,
+        architecture=metadata.get("general.architecture", "unknown"),
+        num_params=model.num_params,
+        file_bytes=Path(path).stat().st_size,
+        num_vocab=model.num_vocab,
+        max_ctx=model.max_ctx,
+        kv_bytes_per_cell=_kv_bytes_per_cell(model, metadata),
+        bos_token=bos,
+        eos_token=eos,
+        end_tokens=model.end_tokens(),
+        adds_bos=model.adds_bos,
+        chat_template=model.chat_template(),
+        special_texts=model.special_texts(),
+        metadata=metadata,
+    )
+
+
+def _kv_bytes_per_cell(model: binding.Model, metadata: dict[str, str]) -> int:
+    """Return the bytes of keys and values of one token over all layers, at two bytes a number."""
+    architecture = metadata.get("general.architecture", "")
+    layers, embedding, heads, kv_heads = model.shape
+    head_size = embedding // max(1, heads)
+
+    def size(name: str) -> int:
+        value = metadata.get(f"{architecture}.attention.{name}", "")
+        return int(value) if value.isdigit() else head_size
+
+    per_layer = metadata.get(f"{architecture}.attention.head_count_kv", "")
+    try:
+        total_heads = sum(json.loads(per_layer)) if per_layer.startswith("[") else layers * kv_heads
+    except (ValueError, TypeError):
+        total_heads = layers * kv_heads
+    return int(total_heads) * (size("key_length") + size("value_length")) * 2

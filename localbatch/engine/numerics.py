@@ -1,0 +1,86 @@
+"""Finds out, on this machine and for this model, what keeps a row's bits its own.
+
+llama.cpp picks its matrix kernels by the number of rows: one row may go another way than two
+(llamafile's sgemm), the last `rows % 4` of a repacked matrix another way than the rest, and eight
+rows or more another way again (its tiled integer kernels). Which of these apply depends on the
+processor and the weight types. Each sums in another order, so a row's logits may change in the last
+bits with the number of rows beside it. On some machines none does (AMX, or weights that only
+have one kernel); on the others decode batches of a multiple of 4, at least 8, are all alike. Prompt
+chunks are always computed alone and cut at fixed places, so they are alike anyway.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from localbatch.data.errors import EngineError
+from localbatch.engine import binding
+from localbatch.engine.backend import Numerics
+
+_STEP, _LEAST = 4, 8
+_PROMPT = 5
+_SIZES_ALIKE = (1, 9, 16)  # alone; over both thresholds with a remainder; and without one
+_PADDED_ALIKE = (8, 12, 16)
+
+
+def padded(rows: int) -> int:
+    """Return the number of rows of a padded decode batch."""
+    return max(_LEAST, -(-rows // _STEP) * _STEP)
+
+
+def probe(model: binding.Model, threads: int) -> Numerics:
+    """Decode one token in batches of several sizes and compare the logits bit by bit.
+
+    Costs about 60 rows of decode.
+    """
+    size = max(_SIZES_ALIKE + _PADDED_ALIKE)
+    context = binding.Context(
+        model,
+        binding.ContextShape(
+            n_seq_max=size, n_ctx=256 * size, n_batch=size, n_ubatch=size, threads=threads,
+            unified=False, flash_attention=False,
+        ),
+    )  # fmt: skip
+    try:
+        _prefill_alike(context, size)
+        rows = {n: _decode(context, n) for n in sorted({*_SIZES_ALIKE, *_PADDED_ALIKE})}
+    finally:
+        context.close()
+    if _alike(rows, _SIZES_ALIKE):
+        return Numerics.SAME_AS_ALONE
+    return Numerics.SAME_IN_ANY_BATCH if _alike(rows, _PADDED_ALIKE) else Numerics.VARIES
+
+
+def _prefill_alike(context: binding.Context, num_slots: int) -> None:
+    """Give every slot the same few tokens, computed once."""
+    context.tokens[:_PROMPT] = np.arange(_PROMPT) % context.num_vocab
+    context.positions[:_PROMPT] = np.arange(_PROMPT)
+    context.set_slots(0, _PROMPT, 0)
+    context.wants[:_PROMPT] = 0
+    _checked(context.decode(_PROMPT))
+    for slot in range(1, num_slots):
+        context.copy(0, slot)
+
+
+def _decode(context: binding.Context, num_rows: int) -> npt.NDArray[np.float32]:
+    """Return the logits of the next token in the first `num_rows` slots, which forget it again."""
+    context.tokens[:num_rows] = _PROMPT % context.num_vocab
+    context.positions[:num_rows] = _PROMPT
+    context.set_slots(0, num_rows, np.arange(num_rows))
+    context.wants[:num_rows] = 1
+    _checked(context.decode(num_rows))
+    logits = context.logits(num_rows).copy()
+    for slot in range(num_rows):
+        context.remove(slot, _PROMPT)
+    return logits
+
+
+def _alike(rows: dict[int, npt.NDArray[np.float32]], sizes: tuple[int, ...]) -> bool:
+    reference = rows[sizes[0]][0].view(np.uint32)
+    return all(bool((rows[n].view(np.uint32) == reference).all()) for n in sizes)
+
+
+def _checked(code: int) -> None:
+    if code != 0:
+        raise EngineError(f"the model can't decode: llama_decode returned {code}")

@@ -1,0 +1,73 @@
+"""How large a context the rows want and the memory allows."""
+
+from __future__ import annotations
+
+from localbatch.data.config import CELL_STEP, EngineConfig, FlashAttention, KVLayout
+from localbatch.data.errors import ConfigError
+from localbatch.engine.backend import ContextConfig, ModelCard
+from localbatch.engine.machine import available_memory, usable_threads
+
+CPU_SLOTS, GPU_SLOTS = 32, 128
+"""Rows in the batch unless told otherwise."""
+
+CHUNK = 512
+_SHARE = 0.8
+"""Share of the available memory that the KV cache may take by itself."""
+
+_MIB = 1 << 20
+
+
+def wanted_slots(config: EngineConfig, num_rows: int, *, on_gpu: bool) -> int:
+    """Return how many rows should run at one time, memory aside."""
+    most = config.parallel or (GPU_SLOTS if on_gpu else CPU_SLOTS)
+    return max(1, min(most, num_rows))
+
+
+def kv_bytes(card: ModelCard, num_slots: int, row_cells: int) -> int:
+    """Return the bytes of a KV cache with room for `num_slots` full rows."""
+    return num_slots * row_cells * card.kv_bytes_per_cell
+
+
+def fit_context(
+    config: EngineConfig,
+    card: ModelCard,
+    num_slots: int,
+    cells: int,
+    on_gpu: bool,
+    memory: int | None = None,
+) -> ContextConfig:
+    """Return a context for rows of up to `cells` tokens.
+
+    With `parallel` left out, fewer rows run at one time if memory is short. `memory` is what may be
+    taken, in bytes; left out: what the machine has. Raises `ConfigError` if not even that fits.
+    """
+    row_cells = -(-cells // CELL_STEP) * CELL_STEP
+    if not on_gpu:
+        budget = int((available_memory() if memory is None else memory) * _SHARE)
+        fitting = budget // max(1, kv_bytes(card, 1, row_cells))
+        if fitting < num_slots and (config.parallel is not None or fitting < 1):
+            raise ConfigError(_too_large(card, num_slots, row_cells, budget, fitting))
+        num_slots = min(num_slots, fitting)
+    pool = None
+    if config.kv_layout is KVLayout.UNIFIED:
+        pool = config.kv_cells or num_slots * row_cells
+        pool = -(-pool // CELL_STEP) * CELL_STEP
+        row_cells = min(row_cells, pool)
+    flash = config.flash_attention
+    return ContextConfig(
+        num_slots=num_slots,
+        row_cells=row_cells,
+        pool_cells=pool,
+        chunk=CHUNK,
+        threads=config.threads or usable_threads(),
+        flash_attention=flash is FlashAttention.ON or (flash is FlashAttention.AUTO and on_gpu),
+    )
+
+
+def _too_large(card: ModelCard, slots: int, cells: int, budget: int, fitting: int) -> str:
+    each = kv_bytes(card, 1, cells) / _MIB
+    advice = f"--parallel {fitting}" if fitting else "a smaller --ctx or --max-tokens"
+    return (
+        f"the KV cache would take {slots} rows x {cells} tokens = {slots * each:,.0f} MiB, "
+        f"but only {budget / _MIB:,.0f} MiB may be used; try {advice}"
+    )
