@@ -56,6 +56,8 @@ class EngineConfig:
     kv_cells: int | None = None
     """Cells that the rows share in the unified layout; left out: enough for every row."""
     flash_attention: FlashAttention = FlashAttention.AUTO
+    metadata_only: bool = False
+    """Read what the model says of itself, not its weights; nothing can be computed."""
     fake_step_s: float = 0.0
     """Seconds that a step of the fake backend takes."""
 

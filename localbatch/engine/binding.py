@@ -37,7 +37,7 @@ except Exception as error:  # the package raises what it likes when its library 
 _WARN, _ERROR, _CONTINUED = 2, 3, 5  # enum ggml_log_level
 
 _FIELDS = {
-    "llama_model_params": {"n_gpu_layers", "vocab_only", "use_extra_bufts", "no_alloc"},
+    "llama_model_params": {"n_gpu_layers", "vocab_only", "use_extra_bufts"},
     "llama_context_params": {
         "n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_threads", "n_threads_batch",
         "flash_attn_type", "kv_unified", "swa_full", "type_k", "type_v",
@@ -152,8 +152,9 @@ class Model:
     def __init__(self, path: str, *, gpu_layers: int = 0, metadata_only: bool = False) -> None:
         start()
         params = lib.llama_model_default_params()
-        params.n_gpu_layers = gpu_layers
-        params.no_alloc = metadata_only
+        params.n_gpu_layers = 0 if metadata_only else gpu_layers
+        # Without repacking the file is only mapped, so a model of any size opens at once.
+        params.use_extra_bufts = not metadata_only
         log = LogTail()
         with log.listening():
             self.handle = lib.llama_model_load_from_file(os.fsencode(path), params)

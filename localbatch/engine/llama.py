@@ -33,10 +33,12 @@ class LlamaBackend:
     go together, their slots dense. In the unified layout all rows share a pass.
     """
 
-    def __init__(self, model: str, *, gpu_layers: int | None = None) -> None:
+    def __init__(
+        self, model: str, *, gpu_layers: int | None = None, metadata_only: bool = False
+    ) -> None:
         on_gpu = binding.supports_gpu() and gpu_layers != 0
         layers = (-1 if gpu_layers is None else gpu_layers) if on_gpu else 0
-        self._model = binding.Model(model, gpu_layers=layers)
+        self._model = binding.Model(model, gpu_layers=layers, metadata_only=metadata_only)
         if not self._model.is_text_generator:
             self._model.close()
             raise ModelError(f"{model}: this is not a model that generates text row by row")

@@ -1,6 +1,6 @@
-"""The input file: a prompt a line (txt) or a JSON object a line (jsonl), read as a stream.
+"""The input: a prompt a line (txt) or a JSON object a line (jsonl), read as a stream.
 
-A row that can't be used becomes a failed `Completion` in its place and costs nobody else anything.
+A row that can't be used becomes a failed `Completion` in its place and costs no other row anything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
@@ -20,49 +20,32 @@ from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Completion, Message, Request, RowId, failed_completion
 from localbatch.data.sampling_params import PARAMETER_NAMES, SamplingParams
 
-STANDARD_INPUT = "-"
-
 MAX_LINE_BYTES = 16 * 2**20
 """Longest line, without its line end."""
-
 MAX_DEPTH = 64
-"""Most levels of arrays and objects in a row, itself included.
-
-Python's JSON reader allows about a thousand, and whatever walks the row later may allow less.
-"""
-
+"""Most levels of arrays and objects in a row: well below what Python can recurse into later."""
 MAX_DIGITS = 300
-"""Longest whole number in a row: `float` takes it, and no limit of Python's is met.
-
-See `sys.set_int_max_str_digits`, which can't be put below 640.
-"""
-
+"""Longest whole number in a row; neither `float` nor Python's limit on digits can refuse it."""
 MAX_ERROR_CHARS = 500
-"""Where the error text of a row is cut; it may quote what the row holds."""
+"""Longest error of a row; it may quote what the row holds."""
 
 BadRow: TypeAlias = Completion
-"""The record of a row that could not be read; its `failed` is true."""
+"""The record of a row that can't be used; its `failed` is true."""
 
 _KEYS = ("id", "prompt", "messages", *PARAMETER_NAMES)
-_HEAD_BYTES = 64  # of a line that can't be used, kept to tell the format
-_HEAD_CHARS = 64  # of an unknown key
-_SKIP_BYTES = 2**20
+_HEAD = 64  # bytes kept of a line that is too long, characters kept of an unknown key
 
 
 class InputFormat(str, Enum):
-    """How a line of input is read."""
+    """How a line is read."""
 
     TXT = "txt"
-    """Each line is a prompt."""
+    """It is a prompt."""
     JSONL = "jsonl"
-    """Each line is a JSON object (https://jsonlines.org)."""
+    """It is a JSON object (https://jsonlines.org)."""
 
 
-_FORMATS = {
-    ".txt": InputFormat.TXT,
-    ".jsonl": InputFormat.JSONL,
-    ".ndjson": InputFormat.JSONL,
-}
+_FORMATS = {".txt": InputFormat.TXT, ".jsonl": InputFormat.JSONL, ".ndjson": InputFormat.JSONL}
 
 
 @dataclass(frozen=True)
@@ -78,12 +61,12 @@ class InputSource:
 
 @contextmanager
 def open_input(path: str) -> Iterator[InputSource]:
-    """Open an input file, or standard input for `-`, and close it at the end.
+    """Open an input file, its format told by the suffix, or standard input for `-`.
 
-    The suffix tells the format: `.txt`, or `.jsonl` and `.ndjson`. Reads nothing yet. Raises
-    `ConfigError` for any other suffix and for a file that can't be opened.
+    Reads nothing yet. Raises `ConfigError` for a suffix other than `.txt`, `.jsonl` and `.ndjson`,
+    and for a file that can't be opened.
     """
-    if path == STANDARD_INPUT:
+    if path == "-":
         if sys.stdin is None:
             raise ConfigError("standard input: is closed; name an input file")
         yield InputSource(sys.stdin.buffer, None, "standard input")
@@ -93,153 +76,96 @@ def open_input(path: str) -> Iterator[InputSource]:
         known = ", ".join(_FORMATS)
         raise ConfigError(f"{path}: must end in one of {known}, or be '-' for standard input")
     try:
-        stream = open(path, "rb")  # noqa: SIM115 - closed below; only opening is in the try
+        stream = open(path, "rb")  # noqa: SIM115 - errors of the caller's block are not for here
     except OSError as error:
         raise ConfigError(f"{path}: can't be opened ({error.strerror}); check the path") from None
     with stream:
         yield InputSource(stream, input_format, path)
 
 
-def count_rows(source: InputSource) -> int | None:
-    """Return how many rows `read_requests` will give; `None` where that can't be known ahead.
-
-    Reads the input to its end and goes back, so it is for files: a pipe gives `None`. Raises
-    `InputError` when reading fails.
-    """
-    if not source.stream.seekable():
-        return None
-    start = source.stream.tell()
-    count = sum(1 for _ in _lines(source))
-    source.stream.seek(start)
-    return count
-
-
 def read_requests(
-    source: InputSource,
-    defaults: SamplingParams,
-    *,
-    chat: bool = True,
-    system: str | None = None,
+    source: InputSource, defaults: SamplingParams, *, chat: bool = True, system: str | None = None
 ) -> Iterator[Request | BadRow]:
     """Read one item for each line that isn't blank, with `index` counting from 0.
 
-    With `chat`, a prompt becomes a user message, and `system` goes in front of every row that has
-    no system message. Without it, a prompt is raw text, a row of messages is a bad row, and
-    `system` has no place: the caller refuses it.
+    With `chat`, a prompt becomes a user message, and `system` goes in front of each row that has
+    no system message. Without, a prompt is raw text, a row of messages is a bad row, and the
+    caller refuses `system`.
 
-    A txt row's id is its line number. A jsonl row is an object with `prompt` or `messages`, maybe
-    an `id` (string or whole number, unique in the file as text; left out: the line number) and any
-    field of `SamplingParams`, which goes before `defaults`; `null` is the same as left out. A bad
-    row has its own id if that could be read, otherwise its line number. A UTF-8 byte order mark at
-    the start is skipped.
+    A txt row's id is its line number. A jsonl row has `prompt` or `messages`, maybe an `id` (string
+    or whole number, no two the same as text; left out: the line number) and any fields of
+    `SamplingParams`, which go before `defaults`; `null` means left out. A bad row has its own id if
+    that could be read, otherwise its line number. A UTF-8 byte order mark is skipped.
 
-    Memory holds one line and the ids given so far. Raises `InputError` with the line only when
-    reading itself fails, after which nothing more can be read.
+    Memory holds one line and the ids. Raises `InputError`, with the line, only when reading itself
+    fails, and then nothing more can be read.
     """
-    reader = _RowReader(defaults, chat, system)
-    input_format = source.format
+    reader = _RowReader(source.format, defaults, chat, system)
     for index, line in enumerate(_lines(source)):
-        if input_format is None:
-            is_object = line.text.lstrip().startswith("{")
-            input_format = InputFormat.JSONL if is_object else InputFormat.TXT
-        if line.error is not None:
-            yield _bad_row(line.number, index, line.error, line.number)
-        elif input_format is InputFormat.TXT:
-            yield reader.from_text(line, index)
-        else:
-            yield reader.from_json(line, index)
+        yield reader.read(line, index)
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line that isn't blank, without its line end."""
+    """A line that isn't blank, without its end, or the start of an unusable one."""
 
-    number: int
-    """From 1."""
+    number: int  # from 1
     text: str
-    """Only the start of it, if there is an error."""
     error: InputError | None = None
 
 
-class _RowReader:
-    """Turns lines into requests; remembers the ids."""
+def _lines(source: InputSource) -> Iterator[_Line]:
+    number = 0
+    try:
+        while data := source.stream.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            is_cut = len(data) > MAX_LINE_BYTES and not data.endswith(b"\n")
+            line = _decoded(number, data[:_HEAD] if is_cut else data, is_cut=is_cut)
+            while is_cut:
+                data = source.stream.readline(2**16)
+                is_cut = data != b"" and not data.endswith(b"\n")
+            if line.error is not None or line.text.strip():
+                yield line
+    except OSError as error:
+        message = f"{source.name}: can't be read after line {number} ({error.strerror})"
+        raise InputError(message, line=number + 1) from None
 
-    def __init__(self, defaults: SamplingParams, chat: bool, system: str | None) -> None:
-        self._defaults = defaults
-        self._chat = chat
-        self._system = system
-        self._parser = _ObjectParser()
-        self._ids = _SeenIds()
 
-    def from_text(self, line: _Line, index: int) -> Request | BadRow:
-        """Take the line as a prompt."""
-        try:
-            return self._request({"prompt": line.text}, line.number, index, line.number)
-        except InputError as error:
-            return _bad_row(line.number, index, error, line.number)
-
-    def from_json(self, line: _Line, index: int) -> Request | BadRow:
-        """Take the line as a JSON object."""
-        row_id: RowId = line.number
-        try:
-            row, problem = self._parser.parse(line.text)
-            own_id = _own_id(row)
-            if own_id is not None:
-                row_id = own_id
-            self._ids.add(own_id, line.number)
-            if problem is not None:
-                raise problem
-            return self._request(row, row_id, index, line.number)
-        except InputError as error:
-            return _bad_row(row_id, index, error, line.number)
-
-    def _request(self, row: dict[str, Any], row_id: RowId, index: int, line: int) -> Request:
-        for key, value in row.items():
-            _check_key(key)
-            _check_value(value, key)
-        changes = {k: v for k, v in row.items() if k in PARAMETER_NAMES and v is not None}
-        params = self._defaults.updated(changes) if changes else self._defaults
-        prompt, messages = row.get("prompt"), row.get("messages")
-        request = Request(row_id, index, prompt, messages, params, line)
-        if self._chat:
-            return replace(request, prompt=None, messages=self._conversation(request))
-        if messages is not None:
-            raise InputError("need the model's chat template; leave out --raw", field="messages")
-        return request
-
-    def _conversation(self, request: Request) -> list[Message]:
-        messages = list(request.messages or [{"role": "user", "content": request.prompt}])
-        if self._system is None or any(message["role"] == "system" for message in messages):
-            return messages
-        return [{"role": "system", "content": self._system}, *messages]
+def _decoded(number: int, data: bytes, *, is_cut: bool) -> _Line:
+    error = None
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as bad:
+        text = data.decode(errors="replace")
+        error = InputError(f"is not UTF-8: byte 0x{data[bad.start]:02x} at offset {bad.start}")
+    if is_cut:
+        error = InputError(f"is longer than {MAX_LINE_BYTES // 2**20} MiB")
+    if number == 1:
+        text = text.removeprefix("\ufeff")
+    return _Line(number, text.removesuffix("\n").removesuffix("\r"), error)
 
 
 class _ObjectParser:
-    """Parses JSON objects, strictly; what is wrong with a part of one does not hide the rest."""
+    """Parses JSON objects, strictly, but so that one bad member does not hide the row's id."""
 
     def __init__(self) -> None:
         self._problems: list[InputError] = []
         self._decoder = json.JSONDecoder(
-            object_pairs_hook=self._object,
-            parse_constant=self._constant,
-            parse_int=self._integer,
+            object_pairs_hook=self._object, parse_constant=self._constant, parse_int=self._integer
         )
 
     def parse(self, text: str) -> tuple[dict[str, Any], InputError | None]:
-        """Return the object, and the first thing that JSON or localbatch does not allow in it.
-
-        What was not allowed is missing from the object. Raises `InputError` if it can't be parsed.
-        """
+        """Return the object without what is not allowed in it, and the first such thing."""
         self._problems.clear()
         try:
-            value = self._decoder.decode(text)
+            row = self._decoder.decode(text)
         except json.JSONDecodeError as error:
             raise InputError(f"is not JSON: {error.msg} at column {error.colno}") from None
         except RecursionError:
-            raise _too_deep(None) from None
-        if not isinstance(value, dict):
+            raise InputError(f"is nested deeper than {MAX_DEPTH} levels") from None
+        if not isinstance(row, dict):
             raise InputError("is not a JSON object with 'prompt' or 'messages'")
-        return value, self._problems[0] if self._problems else None
+        return row, self._problems[0] if self._problems else None
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         members = dict(pairs)
@@ -251,101 +177,109 @@ class _ObjectParser:
         return members
 
     def _constant(self, name: str) -> None:
-        self._problems.append(InputError(f"is not JSON: {name} is not a number there"))
+        self._problems.append(InputError(f"is not JSON: {name} is no number there"))
 
     def _integer(self, digits: str) -> int | None:
-        if len(digits) <= MAX_DIGITS:
-            return int(digits)
-        message = f"holds a number of {len(digits)} digits; at most {MAX_DIGITS} can be read"
-        self._problems.append(InputError(message))
-        return None
+        if len(digits) > MAX_DIGITS:
+            self._problems.append(InputError(f"holds a number of more than {MAX_DIGITS} digits"))
+            return None
+        return int(digits)
 
 
 class _SeenIds:
-    """The ids of the rows so far, and their lines."""
+    """The ids of the rows so far, as text, and their lines."""
 
     def __init__(self) -> None:
         self._lines: dict[str, int] = {}
-        self._is_unnamed = bytearray()  # by line: a row without an id costs one byte, not a string
+        self._unnamed = bytearray()  # 1 at the lines of rows without an id: a byte, not a string
 
     def add(self, own_id: RowId | None, line: int) -> None:
         """Note a row's id, or that it has none; raises `InputError` if the id is taken."""
         text = str(line if own_id is None else own_id)
         first = self._lines.get(text)
         if own_id is None:
-            self._is_unnamed.extend(bytes(line - len(self._is_unnamed)) + b"\1")
+            self._unnamed.extend(bytes(line - len(self._unnamed)) + b"\1")
         elif first is None:
-            first = self._unnamed_line(text)
-            self._lines.setdefault(text, line)
+            number = int(text) if len(text) < 16 and text.isdecimal() else 0
+            if str(number) == text and self._unnamed[number : number + 1] == b"\1":
+                first = number
+            self._lines[text] = first or line
         if first is not None:
-            hint = " (without one, it is the line number)" if own_id is None else ""
+            hint = "; a row without an id has its line number" if own_id is None else ""
             raise InputError(f"{text!r} is the id of line {first} already{hint}", field="id")
 
-    def _unnamed_line(self, text: str) -> int | None:
-        if not (text.isascii() and text.isdecimal()) or text.startswith("0"):
-            return None
-        line = int(text)
-        return line if line < len(self._is_unnamed) and self._is_unnamed[line] else None
 
+@dataclass
+class _RowReader:
+    """Turns lines into requests; remembers the format and the ids."""
 
-def _lines(source: InputSource) -> Iterator[_Line]:
-    """Give the lines that aren't blank."""
-    number = 0
-    try:
-        while data := source.stream.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            is_long = len(data) > MAX_LINE_BYTES and not data.endswith(b"\n")
-            if is_long:
-                data = data[:_HEAD_BYTES]
-                _skip_line(source.stream)
-            line = _line(number, data, is_long=is_long)
-            if line.error is not None or line.text.strip():
-                yield line
-    except OSError as error:
-        message = f"{source.name}: reading failed after line {number} ({error.strerror})"
-        raise InputError(message, line=number + 1) from None
+    format: InputFormat | None
+    defaults: SamplingParams
+    chat: bool
+    system: str | None
+    parser: _ObjectParser = field(default_factory=_ObjectParser)
+    ids: _SeenIds = field(default_factory=_SeenIds)
 
+    def read(self, line: _Line, index: int) -> Request | BadRow:
+        if self.format is None:
+            is_object = line.text.lstrip().startswith("{")
+            self.format = InputFormat.JSONL if is_object else InputFormat.TXT
+        row_id: RowId = line.number
+        try:
+            if line.error is not None:
+                raise line.error
+            if self.format is InputFormat.TXT:
+                return self._request({"prompt": line.text}, row_id, index, line.number)
+            row, problem = self.parser.parse(line.text)
+            own_id = _own_id(row)
+            row_id = line.number if own_id is None else own_id
+            self.ids.add(own_id, line.number)
+            if problem is not None:
+                raise problem
+            return self._request(row, row_id, index, line.number)
+        except InputError as error:
+            return failed_completion(row_id, index, _one_line(str(error)), line.number)
 
-def _skip_line(stream: BinaryIO) -> None:
-    while (data := stream.readline(_SKIP_BYTES)) and not data.endswith(b"\n"):
-        pass
+    def _request(self, row: dict[str, Any], row_id: RowId, index: int, line: int) -> Request:
+        for key, value in row.items():
+            _check_member(key, value)
+        changes = {k: v for k, v in row.items() if k in PARAMETER_NAMES and v is not None}
+        params = self.defaults.updated(changes) if changes else self.defaults
+        prompt, messages = row.get("prompt"), row.get("messages")
+        request = Request(row_id, index, prompt, messages, params, line)
+        if self.chat:
+            return replace(request, prompt=None, messages=self._conversation(request))
+        if messages is not None:
+            raise InputError("need the model's chat template; leave out --raw", field="messages")
+        return request
 
-
-def _line(number: int, data: bytes, *, is_long: bool) -> _Line:
-    error = None
-    if is_long:
-        error = InputError(f"is longer than {MAX_LINE_BYTES // 2**20} MiB")
-    try:
-        text = data.decode("utf-8", "replace" if is_long else "strict")
-    except UnicodeDecodeError as bad:
-        text = data[:_HEAD_BYTES].decode(errors="replace")
-        error = InputError(f"is not UTF-8: byte 0x{data[bad.start]:02x} at offset {bad.start}")
-    if number == 1:
-        text = text.removeprefix("\ufeff")
-    return _Line(number, text.removesuffix("\n").removesuffix("\r"), error)
+    def _conversation(self, request: Request) -> list[Message]:
+        messages = list(request.messages or [{"role": "user", "content": request.prompt}])
+        if self.system is None or any(message["role"] == "system" for message in messages):
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
 
 def _own_id(row: dict[str, Any]) -> RowId | None:
     row_id = row.get("id")
-    if row_id is None:
-        return None
-    if isinstance(row_id, bool) or not isinstance(row_id, (str, int)):
+    if isinstance(row_id, bool) or not isinstance(row_id, (str, int, type(None))):
         kind = type(row_id).__name__
         raise InputError(f"must be a string or a whole number, not {kind}", field="id")
     _check_value(row_id, "id")
     return row_id
 
 
-def _check_key(key: str) -> None:
+def _check_member(key: str, value: object) -> None:
     if key not in _KEYS:
-        key = key[:_HEAD_CHARS]
+        key = key[:_HEAD]
         close = get_close_matches(key, _KEYS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise InputError(f"unknown key{hint}", field=key)
+    _check_value(value, key)
 
 
 def _check_value(value: object, field: str, depth: int = 2) -> None:
-    """Refuse what JSON can say but what is no text, or is too deep to walk safely."""
+    """Refuse what JSON can say but what is no text, or is too deep to walk."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -353,21 +287,13 @@ def _check_value(value: object, field: str, depth: int = 2) -> None:
             raise InputError("holds half a surrogate pair, not text", field=field) from None
     elif isinstance(value, (dict, list)):
         if depth > MAX_DEPTH:
-            raise _too_deep(field)
-        for part in value:
-            _check_value(part, field, depth + 1)
-        if isinstance(value, dict):
-            _check_value(list(value.values()), field, depth)
+            raise InputError(f"is nested deeper than {MAX_DEPTH} levels", field=field)
+        members = [*value, *value.values()] if isinstance(value, dict) else value
+        for member in members:
+            _check_value(member, field, depth + 1)
 
 
-def _too_deep(field: str | None) -> InputError:
-    return InputError(f"is nested deeper than {MAX_DEPTH} levels", field=field)
-
-
-def _bad_row(row_id: RowId, index: int, error: InputError, line: int) -> BadRow:
-    text = str(error)
-    if len(text) > MAX_ERROR_CHARS:
-        text = text[:MAX_ERROR_CHARS] + "…"
-    # What it quotes may hold line ends, terminal control codes or half a surrogate pair.
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return failed_completion(row_id, index, text, line)
+def _one_line(text: str) -> str:
+    """Cut an error, and escape the control characters and half surrogate pairs it may quote."""
+    text = text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "…"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,0 +1,55 @@
+# Two commands matter: `make demo` and `make test`. Both install what they need into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := smollm2-135m
+
+# GCC 12 drops stores to llama.cpp's AMX tile configuration, and the first decode dies of SIGILL.
+# See docs/install.md.
+export CFLAGS := $(CFLAGS) -fno-dse -fno-tree-dse
+export CXXFLAGS := $(CXXFLAGS) -fno-dse -fno-tree-dse
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check lint type bench docs clean
+
+demo: $(VENV)/.installed model
+	$(BIN)/localbatch run $(MODEL) examples/prompts.jsonl -o answers.jsonl --max-tokens 64
+	@$(BIN)/python examples/show.py answers.jsonl
+
+test: $(VENV)/.installed-test model
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-test model
+	$(BIN)/python bench/short.py
+
+docs: $(VENV)/.installed
+	$(BIN)/python docs/cli_reference.py > docs/cli.md
+
+.PHONY: model
+model: $(VENV)/.installed
+	@$(BIN)/localbatch models pull $(MODEL)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing; building llama.cpp takes some minutes the first time."
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) answers.jsonl build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

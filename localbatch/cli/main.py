@@ -1,0 +1,87 @@
+"""The `localbatch` command and what its subcommands share."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+import click
+
+from localbatch._version import __version__
+from localbatch.data.errors import ConfigError, LocalbatchError, OutputError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+
+class Commands(click.Group):
+    """Loads a subcommand when it is asked for, and turns errors into one line and an exit code."""
+
+    modules = ("run", "models", "doctor")
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the subcommands in the order of the help page."""
+        del ctx
+        return list(self.modules)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one subcommand; the others cost nothing."""
+        del ctx
+        if cmd_name not in self.modules:
+            return None
+        module = __import__(f"localbatch.cli.{cmd_name}", fromlist=[cmd_name])
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a subcommand."""
+        try:
+            return super().invoke(ctx)
+        except LocalbatchError as error:
+            if os.environ.get("LOCALBATCH_DEBUG"):
+                raise
+            fail(error)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+def fail(error: LocalbatchError) -> NoReturn:
+    """End with an error's message."""
+    click.echo(f"Error: {error}", err=True)
+    raise SystemExit(EXIT_USAGE if isinstance(error, (ConfigError, OutputError)) else EXIT_FAILED)
+
+
+def set_debug(_ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
+    """Make this process and its workers talkative."""
+    if value:
+        os.environ["LOCALBATCH_DEBUG"] = "1"
+    return value
+
+
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    callback=set_debug,
+    expose_value=False,
+    help="Show tracebacks and what llama.cpp prints.",
+)
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="localbatch")
+def main() -> None:
+    """Run a file of prompts through a local GGUF model.
+
+    All prompts are worked on together, in one batch that is kept full, on this machine, without a
+    network.
+
+    \b
+    Examples:
+      localbatch models pull smollm2-135m
+      localbatch run smollm2-135m prompts.jsonl -o answers.jsonl
+      localbatch run ./model.gguf prompts.txt --max-tokens 100 > answers.jsonl
+      localbatch doctor
+    """

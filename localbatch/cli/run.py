@@ -1,0 +1,176 @@
+"""`localbatch run`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from typing import Any
+
+import click
+
+from localbatch.cli.main import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_ROWS_FAILED,
+    debug_option,
+)
+from localbatch.data.config import FlashAttention, KVLayout
+from localbatch.data.errors import ConfigError
+from localbatch.data.sampling_params import SamplingParams
+from localbatch.jobs.job import JobConfig, run_job
+from localbatch.jobs.progress import summary_line
+
+_DEFAULTS = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}
+_SAMPLING = (  # name, type, help
+    ("max_tokens", int, "Most tokens to generate for a row."),
+    ("temperature", float, "0 takes the likeliest token; higher is more random."),
+    ("top_k", int, "Draw from the k likeliest tokens only; 0 is off."),
+    ("top_p", float, "Draw from the likeliest tokens with this share of probability; 1 is off."),
+    ("min_p", float, "Drop tokens below this share of the likeliest one's probability; 0 is off."),
+    ("seed", int, "Start of the random streams; each row has its own, from this and its id."),
+    ("repeat_penalty", float, "Make tokens seen lately less likely; 1 is off."),
+    ("presence_penalty", float, "Taken off the logits of tokens seen lately, once; 0 is off."),
+    ("frequency_penalty", float, "Taken off the logits of tokens seen lately, each time."),
+)
+
+
+def sampling_options(command: Any) -> Any:
+    """Add an option for each sampling parameter; defaults come from `SamplingParams`."""
+    for name, kind, text in reversed(_SAMPLING):
+        option = "--" + name.replace("_", "-")
+        command = click.option(
+            option, name, type=kind, default=_DEFAULTS[name], show_default=True, help=text
+        )(command)
+    return command
+
+
+def engine_options(command: Any) -> Any:
+    """Add the options that say how much of the machine to use, and how."""
+    auto = {"type": int, "default": None, "show_default": "automatic"}
+    options = [
+        click.option("--ctx", **auto, help="Most tokens of a row, prompt and answer together."),
+        click.option("--parallel", **auto, help="Most rows in the batch at one time, up to 256."),
+        click.option("--threads", **auto, help="CPU threads."),
+        click.option("--gpu-layers", **auto, help="Layers on the GPU; -1 is all, 0 none."),
+        click.option(
+            "--kv-layout",
+            type=click.Choice([layout.value for layout in KVLayout]),
+            default=KVLayout.STREAMS.value,
+            show_default=True,
+            help="KV cells of its own for each row (exact on the CPU), or one pool for all.",
+        ),
+        click.option(
+            "--kv-cells", **auto, help="Cells in the pool of the unified layout, for all rows."
+        ),
+        click.option(
+            "--flash-attention",
+            type=click.Choice([choice.value for choice in FlashAttention]),
+            default=FlashAttention.AUTO.value,
+            show_default="on with a GPU",
+            help="Fused attention; on a CPU it makes answers depend on the batch.",
+        ),
+        click.option(
+            "--backend", type=click.Choice(["llama", "fake"]), default="llama", hidden=True
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C."""
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@click.command(short_help="Answer every prompt of a file.")
+@click.argument("model")
+@click.argument("source", metavar="INPUT")
+@click.option("-o", "--output", default="-", metavar="OUTPUT", help="JSONL file; - is stdout.")
+@sampling_options
+@click.option("--stop", multiple=True, help="End an answer before this text; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens whatever the model says.")
+@click.option("--system", default=None, help="System message for rows that have none.")
+@click.option(
+    "--chat/--raw",
+    default=True,
+    show_default=True,
+    help="Put prompts into the model's chat template, or take them as they are.",
+)
+@engine_options
+@click.option("-q", "--quiet", is_flag=True, help="No progress bar and no summary.")
+@debug_option
+def run(
+    model: str,
+    source: str,
+    output: str,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    system: str | None,
+    chat: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Answer every prompt of INPUT with MODEL.
+
+    MODEL is the path of a GGUF file, or a name from `localbatch models list`.
+
+    INPUT is a .txt file with a prompt a line, a .jsonl file with {"prompt": ...} or
+    {"messages": [...]} a line, or - for standard input. A .jsonl row may have an "id" and sampling
+    parameters of its own.
+
+    OUTPUT has one JSON object for each row, in the order of the input. A row that can't be
+    answered has an "error" and costs the others nothing.
+
+    \b
+    Examples:
+      localbatch run smollm2-135m prompts.txt -o answers.jsonl
+      localbatch run model.gguf rows.jsonl --temperature 0.8 --seed 7 > answers.jsonl
+      echo "Why is the sky blue?" | localbatch run smollm2-135m - | jq -r .text
+
+    \b
+    Exit codes: 0 every row was answered, 1 the run failed, 2 wrong usage,
+    3 some rows failed, 130 interrupted.
+    """
+    names = [name for name, _, _ in _SAMPLING]
+    params = SamplingParams(
+        **{name: options.pop(name) for name in names}, stop=stop, ignore_eos=ignore_eos
+    )
+    if system is not None and not chat:
+        raise ConfigError("--system goes with the chat template, not with --raw")
+    config = JobConfig(
+        model=model, source=source, output=output, params=params, chat=chat, system=system,
+        quiet=quiet, engine=options,
+    )  # fmt: skip
+    with terminate_as_interrupt():
+        result = run_job(config)
+    if not quiet:
+        click.echo(
+            summary_line(
+                rows=result.rows,
+                failed=result.failed,
+                prompt_tokens=result.prompt_tokens,
+                completion_tokens=result.completion_tokens,
+                wall_s=result.wall_s,
+            ),
+            err=True,
+        )
+    if result.interrupted:
+        click.echo("interrupted; the rows finished so far are in the output", err=True)
+        raise SystemExit(EXIT_INTERRUPTED)
+    if result.error is not None:
+        click.echo(f"Error: {result.error}", err=True)
+        raise SystemExit(EXIT_FAILED)
+    if result.failed:
+        raise SystemExit(EXIT_ROWS_FAILED)

@@ -1,0 +1,169 @@
+"""The parent's side of a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import IO
+
+from localbatch.data.config import EngineConfig
+from localbatch.data.errors import EngineError, WorkerError
+from localbatch.data.request import Completion, Request
+from localbatch.engine.engine import EngineStats, TextPiece
+from localbatch.engine.messages import Abort, Failed, Ready, Report, Start, Submit
+
+WINDOW = 4096
+"""Most rows that are with the worker at one time; more wait in the parent's input."""
+
+_CODE = "import sys; sys.path[:] = {path!r}; from localbatch.engine.worker import main; main()"
+
+
+class WorkerClient:
+    """Starts a worker, feeds it rows and yields what comes back.
+
+    Raises what the worker could not do: `ModelError`, `ConfigError`, `BindingError`; and
+    `WorkerError` if it dies.
+    """
+
+    def __init__(self, config: EngineConfig, *, debug: bool = False) -> None:
+        self.stats = EngineStats()
+        self._debug = debug or bool(os.environ.get("LOCALBATCH_DEBUG"))
+        self._stderr_tail: deque[str] = deque(maxlen=20)
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._runs = itertools.count(1)
+        self._running = False
+        # `-c` with the parent's own path: `-m` would put the current folder first.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CODE.format(path=sys.path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self._threads = [
+            threading.Thread(target=target, args=(pipe,), daemon=True)
+            for target, pipe in (
+                (self._receive, self._process.stdout),
+                (self._collect_stderr, self._process.stderr),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._send(Start(config))
+            ready = self._next()
+            assert isinstance(ready, Ready)
+        except BaseException:
+            self.close()
+            raise
+        self.card = ready.card
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self._process.pid
+
+    def run(
+        self, rows: Iterable[Request | Completion], *, streams_text: bool = False
+    ) -> Iterator[Completion | TextPiece]:
+        """Yield the completion of each request as it ends, and text pieces before if asked for.
+
+        Rows are taken from the iterable as there is room; completions among them (rows that
+        failed before) pass through. Closing the iterator calls off what is unfinished. One run at
+        a time.
+        """
+        if self._running:
+            raise EngineError("another run is going on with this model")
+        self._running = True
+        run, source = next(self._runs), iter(rows)
+        in_flight, exhausted = 0, False
+        try:
+            while True:
+                if not exhausted and in_flight <= WINDOW // 2:
+                    batch = list(itertools.islice(source, WINDOW - in_flight))
+                    exhausted = len(batch) < WINDOW - in_flight
+                    requests = [row for row in batch if isinstance(row, Request)]
+                    in_flight += len(requests)
+                    if requests:
+                        self._send(Submit(run, requests, streams_text))
+                    yield from (row for row in batch if isinstance(row, Completion))
+                if not in_flight and exhausted:
+                    return
+                if not in_flight:
+                    continue
+                for event in self._events_of(run):
+                    in_flight -= isinstance(event, Completion)
+                    yield event
+        finally:
+            self._running = False
+            if in_flight:
+                with contextlib.suppress(WorkerError):
+                    self._send(Abort())
+
+    def close(self) -> None:
+        """End the worker; unfinished rows are lost."""
+        process = self._process
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for thread in self._threads:
+            thread.join()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _events_of(self, run: int) -> list[Completion | TextPiece]:
+        report = self._next()
+        assert isinstance(report, Report)
+        self.stats = report.stats
+        return report.events if report.run == run else []
+
+    def _next(self) -> object:
+        """Return the next message; raises if the worker failed or died."""
+        message = self._inbox.get()
+        if isinstance(message, Failed):
+            raise message.error
+        if message is None:
+            self._inbox.put(None)  # whoever asks again must not wait forever
+            raise WorkerError(self._obituary())
+        return message
+
+    def _send(self, message: object) -> None:
+        assert self._process.stdin is not None
+        try:
+            pickle.dump(message, self._process.stdin)
+            self._process.stdin.flush()
+        except OSError:
+            raise WorkerError(self._obituary()) from None
+
+    def _receive(self, pipe: IO[bytes]) -> None:
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+            while True:
+                self._inbox.put(pickle.load(pipe))
+        self._inbox.put(None)
+
+    def _collect_stderr(self, pipe: IO[bytes]) -> None:
+        for line in pipe:
+            text = line.decode("utf-8", "replace").rstrip()
+            self._stderr_tail.append(text)
+            if self._debug:
+                sys.stderr.write(text + "\n")
+
+    def _obituary(self) -> str:
+        """Say how the worker ended."""
+        code = self._process.wait()
+        how = f"with exit code {code}"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+            how = f"by {name}"
+        self._threads[1].join(timeout=1.0)
+        said = [line for line in self._stderr_tail if line.strip()]
+        last = f": {said[-1].strip()}" if said else ""
+        return f"the worker process ended {how}{last}; `localbatch doctor` tests what works"

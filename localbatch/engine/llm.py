@@ -1,0 +1,194 @@
+"""The Python API: a model, and prompts in any number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TypeAlias
+
+from localbatch.data.config import EngineConfig, FlashAttention, KVLayout
+from localbatch.data.errors import ConfigError, InputError
+from localbatch.data.request import Completion, Message, Request, RowId, failed_completion
+from localbatch.data.sampling_params import SamplingParams
+from localbatch.engine.backend import ModelCard
+from localbatch.engine.client import WorkerClient
+from localbatch.engine.engine import EngineStats, TextPiece
+from localbatch.models.catalog import check_gguf, resolve_model
+
+Prompt: TypeAlias = str | Sequence[Message]
+"""Text, or a list of messages with `role` and `content`."""
+
+
+class LLM:
+    """A GGUF model in a worker process; use it as a context manager, or call `close`.
+
+    `model` is a path or a name from the model list. All sizes left out are chosen from the model,
+    the machine and the rows. On the CPU, in the default layout, a row's answer does not depend on
+    the rows beside it.
+
+    Raises `ModelError` if the model can't be had or loaded, `ConfigError` if a setting is out of
+    range, `WorkerError` if the worker dies.
+
+        with LLM("smollm2-135m") as llm:
+            for completion in llm.generate(["Why is the sky blue?", "Name three rivers."]):
+                print(completion.text)
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        ctx: int | None = None,
+        parallel: int | None = None,
+        threads: int | None = None,
+        gpu_layers: int | None = None,
+        kv_layout: KVLayout | str = KVLayout.STREAMS,
+        kv_cells: int | None = None,
+        flash_attention: FlashAttention | str = FlashAttention.AUTO,
+        backend: str = "llama",
+        debug: bool = False,
+    ) -> None:
+        try:
+            layout, flash = KVLayout(kv_layout), FlashAttention(flash_attention)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        path = model
+        if backend == "llama":
+            path = str(resolve_model(model))
+            check_gguf(path)
+        self.config = EngineConfig(
+            model=path, backend=backend, ctx=ctx, parallel=parallel, threads=threads,
+            gpu_layers=gpu_layers, kv_layout=layout, kv_cells=kv_cells, flash_attention=flash,
+        )  # fmt: skip
+        self._client = WorkerClient(self.config, debug=debug)
+
+    @property
+    def card(self) -> ModelCard:
+        """What the model says of itself."""
+        return self._client.card
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the model was loaded, as of the last report."""
+        return self._client.stats
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+    ) -> list[Completion]:
+        """Return the completions of all prompts, in their order.
+
+        A prompt that is text becomes a user's message in the model's chat template, or is taken as
+        it is with `raw`. `params` is one for all, or one for each prompt. A row that can't be
+        computed has `error` set instead of raising.
+        """
+        completions = self.iter_completions(prompts, params, raw=raw, system=system)
+        return sorted(completions, key=lambda completion: completion.index)
+
+    def iter_completions(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+    ) -> Iterator[Completion]:
+        """Yield each completion as it ends; `index` says whose it is."""
+        rows = make_requests(prompts, params, raw=raw, system=system)
+        for event in self.run(rows):
+            if isinstance(event, Completion):
+                yield event
+
+    def stream(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+    ) -> Iterator[TextPiece | Completion]:
+        """Yield pieces of text as they are generated, and each row's completion at its end."""
+        rows = make_requests(prompts, params, raw=raw, system=system)
+        return self.run(rows, streams_text=True)
+
+    def run(
+        self, rows: Iterable[Request | Completion], *, streams_text: bool = False
+    ) -> Iterator[Completion | TextPiece]:
+        """Yield the completion of each request as it ends; completions among `rows` pass through.
+
+        `rows` is read as there is room, so it may be longer than memory.
+        """
+        return self._client.run(rows, streams_text=streams_text)
+
+    def close(self) -> None:
+        """End the worker process."""
+        self._client.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def make_requests(
+    prompts: Iterable[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    raw: bool = False,
+    system: str | None = None,
+) -> Iterator[Request | Completion]:
+    """Yield a request for each prompt, its place as its id; a failed completion for a bad one."""
+    if isinstance(prompts, str):
+        raise ConfigError("prompts: must be a list of prompts, not one string")
+    if raw and system is not None:
+        raise ConfigError("system: goes with the chat template, not with raw")
+    for index, prompt in enumerate(prompts):
+        own = params_of(params, index)
+        try:
+            yield make_request(index, index, prompt, own, raw=raw, system=system)
+        except InputError as error:
+            yield failed_completion(index, index, str(error), None)
+
+
+def make_request(
+    row_id: RowId,
+    index: int,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    raw: bool,
+    system: str | None,
+) -> Request:
+    """Return the request of one prompt; raises `InputError` if it is unusable."""
+    if isinstance(prompt, str):
+        if raw or not prompt.strip():
+            return Request(row_id, index, prompt=prompt, params=params)
+        messages: list[Message] = [{"role": "user", "content": prompt}]
+    else:
+        messages = list(prompt)
+    if system is not None and not any(message.get("role") == "system" for message in messages):
+        messages.insert(0, {"role": "system", "content": system})
+    return Request(row_id, index, messages=messages, params=params)
+
+
+def params_of(
+    params: SamplingParams | Sequence[SamplingParams] | None, index: int
+) -> SamplingParams:
+    """Return the parameters of one prompt."""
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    if index >= len(params):
+        raise ConfigError(f"params: {len(params)} of them, fewer than prompts")
+    return params[index]

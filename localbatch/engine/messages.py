@@ -1,0 +1,55 @@
+"""What parent and worker say to each other, pickled over the worker's pipes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localbatch.data.config import EngineConfig
+from localbatch.data.errors import LocalbatchError
+from localbatch.data.request import Completion, Request
+from localbatch.engine.backend import ModelCard
+from localbatch.engine.engine import EngineStats, TextPiece
+
+
+@dataclass(frozen=True)
+class Start:
+    """First message to the worker: load this."""
+
+    config: EngineConfig
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Rows of run number `run`; `streams_text` asks for text pieces on the way."""
+
+    run: int
+    requests: list[Request]
+    streams_text: bool
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End all rows."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is loaded."""
+
+    card: ModelCard
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of the last steps of run number `run`."""
+
+    run: int
+    events: list[Completion | TextPiece]
+    stats: EngineStats
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The worker can't go on."""
+
+    error: LocalbatchError

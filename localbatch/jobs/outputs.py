@@ -1,0 +1,253 @@
+"""The output: a JSON record a row, in input order, whatever order the rows end in."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import stat
+import sys
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from localbatch.data.errors import OutputError
+from localbatch.data.request import Completion
+
+_NAME_CHARS = 40  # of the target's name in the temporary file's: 255 bytes is the usual limit
+
+
+class OutputClosedError(OutputError):
+    """Whoever read standard output has stopped reading, as `head` does: end without a word."""
+
+
+def record(completion: Completion) -> dict[str, Any]:
+    """Return the JSON form of a row, its times in seconds."""
+    timings, usage = completion.timings, completion.usage
+    row: dict[str, Any] = {
+        "id": completion.id,
+        "text": None if completion.failed else completion.text,
+        "finish_reason": completion.finish_reason.value,
+    }
+    if completion.failed:
+        row["error"] = {"message": completion.error}
+        if completion.line is not None:
+            row["error"]["line"] = completion.line
+    row["usage"] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }
+    row["timings"] = {
+        "queue_s": round(timings.queue_s, 6),
+        "prefill_s": round(timings.prefill_s, 6),
+        "decode_s": round(timings.decode_s, 6),
+    }
+    return row
+
+
+class OrderedWriter:
+    """Writes records in input order; holds only those that came too early.
+
+    A file grows under a temporary name beside `target` (`NAME.….part`) until `close` puts it in
+    place, so `target` is never half-written, and what was there before stays until then and hands
+    on its permissions. Standard output (`-`), a pipe and a device get each record at its turn.
+
+    As a context manager it closes itself, after an exception with `complete=False`. Raises
+    `OutputError` on construction if the output can't be opened. If writing fails later, the rows
+    written before are put in place, and the `OutputError` says how many; only if even that fails,
+    the temporary file stays, and the error names it. `OutputClosedError` is for a closed pipe.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.num_written = 0
+        self._next = 0
+        self._early: dict[int, bytes] = {}
+        self._is_open = True
+        self._sink = _open_sink(target)
+
+    def write(self, completion: Completion) -> None:
+        """Take in a row; raises `ValueError` if it came before, or after `close`."""
+        index = completion.index
+        if not self._is_open or index < self._next or index in self._early:
+            raise ValueError(f"row {index} came twice, or after the end")
+        line = json.dumps(record(completion), ensure_ascii=False) + "\n"
+        # Python's escape for half a surrogate pair is JSON's, too.
+        self._early[index] = line.encode(errors="backslashreplace")
+        while self._next in self._early:
+            self._put(self._next)
+
+    def close(self, *, complete: bool = True) -> None:
+        """Write the rows after a gap, too, and put the file in place; again, it does nothing.
+
+        A gap is an error with `complete`: raises `ValueError` when all is written. Without, if no
+        row came at all, `target` is left as it was.
+        """
+        if not self._is_open:
+            return
+        gap = self._next if self._early else None
+        for index in sorted(self._early):
+            self._put(index)
+        if complete or self.num_written:
+            self._sink.finish()
+        else:
+            self._sink.discard()
+        self._is_open = False
+        if complete and gap is not None:
+            raise ValueError(f"row {gap} never came")
+
+    def __enter__(self) -> OrderedWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(complete=kind is None)
+
+    def _put(self, index: int) -> None:
+        # An interruption here leaves the row for `close`; a file takes back the half of it.
+        try:
+            self._sink.put(self._early[index])
+        except OutputError:
+            self._is_open = False
+            raise
+        self._next = index + 1
+        self.num_written += 1
+        del self._early[index]
+
+
+class _NewFile:
+    """A file that replaces `target` when it is finished."""
+
+    def __init__(self, target: str, old_mode: int | None) -> None:
+        self._target = target
+        self._path = os.path.realpath(target)  # a link stays, the file it leads to is replaced
+        folder, name = os.path.split(self._path)
+        part = f"{name[:_NAME_CHARS]}.{secrets.token_hex(4)}.part"
+        self._part = os.path.join(folder, part)
+        self._file = open(self._part, "xb", buffering=0)  # noqa: SIM115 - lives as long as this
+        self._num_rows = 0
+        self._size = 0  # bytes of these rows
+        if old_mode is not None:
+            with suppress(OSError):  # not every file system has permissions
+                os.chmod(self._part, stat.S_IMODE(old_mode))
+
+    def put(self, line: bytes) -> None:
+        try:
+            self._file.seek(self._size)
+            _write_all(self._file, line)
+        except OSError as error:
+            raise self._failure(error) from None
+        self._size += len(line)
+        self._num_rows += 1
+
+    def finish(self) -> None:
+        try:
+            self._file.truncate(self._size)
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._failure(error) from None
+        self._put_in_place()
+
+    def discard(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            os.unlink(self._part)
+
+    def _failure(self, error: OSError) -> OutputError:
+        """Save the rows written so far; return what to raise."""
+        message = f"{self._target}: writing failed ({error.strerror}); check the disk and run again"
+        if self._num_rows == 0:
+            self.discard()
+            return OutputError(f"{message}; no row was written")
+        with suppress(OSError):
+            self._file.truncate(self._size)
+        self._put_in_place()
+        return OutputError(f"{message}; the file has the first {self._num_rows:,} rows")
+
+    def _put_in_place(self) -> None:
+        try:
+            self._file.close()
+            os.replace(self._part, self._path)
+        except OSError as error:
+            message = f"{self._target}: can't be replaced ({error.strerror})"
+            if self._num_rows == 0:
+                self.discard()
+                raise OutputError(f"{message}; no row was written") from None
+            raise OutputError(f"{message}; the rows are in {self._part}, move it") from None
+
+
+class _Stream:
+    """Standard output, a pipe or a device: what is written is gone."""
+
+    def __init__(self, name: str, stream: BinaryIO, *, is_ours: bool) -> None:
+        self._name = name
+        # Past the buffer: what a closed pipe leaves there would fail once more at exit.
+        self._stream: BinaryIO = getattr(stream, "raw", stream)
+        self._is_ours = is_ours
+
+    def put(self, line: bytes) -> None:
+        try:
+            _write_all(self._stream, line)
+        except OSError as error:
+            self.finish()
+            if isinstance(error, BrokenPipeError):
+                raise OutputClosedError(f"{self._name}: was closed by its reader") from None
+            raise OutputError(f"{self._name}: writing failed ({error.strerror})") from None
+
+    def finish(self) -> None:
+        if self._is_ours:
+            with suppress(OSError):
+                self._stream.close()
+
+    discard = finish
+
+
+def _open_sink(target: str) -> _NewFile | _Stream:
+    try:
+        if target == "-":
+            return _standard_output()
+        if not os.path.basename(target):
+            raise OutputError(f"{target!r}: names no file; give the output file a name")
+        mode = _mode(target)
+        if mode is None or stat.S_ISREG(mode):
+            return _NewFile(target, mode)
+        if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+            return _Stream(target, open(target, "wb", buffering=0), is_ours=True)
+    except FileNotFoundError:
+        raise OutputError(f"{target}: its folder does not exist; make it first") from None
+    except OSError as error:
+        message = f"{target}: can't be written ({error.strerror}); choose another place"
+        raise OutputError(message) from None
+    raise OutputError(f"{target}: is a folder or no file at all; name a file")
+
+
+def _standard_output() -> _Stream:
+    if sys.stdout is None:
+        raise OutputError("standard output: is closed; name an output file")
+    sys.stdout.flush()
+    return _Stream("standard output", sys.stdout.buffer, is_ours=False)
+
+
+def _mode(target: str) -> int | None:
+    """Return type and permissions of what is at `target`, which must be writable."""
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        return None
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
+    return mode
+
+
+def _write_all(stream: BinaryIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        count: int | None = stream.write(rest)
+        if count is None:  # a raw stream that does not block, and is full
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        rest = rest[count:]
