@@ -29,4 +29,4 @@ def reference() -> str:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")  # noqa: T201
+    print(reference(), end="")

@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from localbatch.cli.main import debug_option
 from localbatch.engine.inspect import describe
-from localbatch.models.catalog import CatalogEntry, is_present, load_catalog, resolve_model
+from localbatch.models.catalog import is_present, known_entry, load_catalog, resolve_model
 from localbatch.models.download import pull as pull_model
 
 
@@ -41,16 +41,16 @@ def list_models() -> None:
 @debug_option
 def pull(name: str, force: bool) -> None:
     """Fetch the model NAME, check it, and print where it is."""
-    entry = _entry(name)
+    entry = known_entry(name)
     with tqdm(
         total=entry.size, unit="B", unit_scale=True, desc=name, leave=False, disable=None
     ) as bar:
 
-        def progress(done: int, _total: int | None) -> None:
+        def report(done: int, _total: int) -> None:
             bar.update(done - bar.n)
 
-        path = pull_model(entry, progress, force=force)
-    click.echo(path)
+        found = pull_model(entry, report, force=force)
+    click.echo(found)
 
 
 @models.command()
@@ -69,10 +69,3 @@ def info(model: str, rows: int, ctx: int) -> None:
 def path(name: str) -> None:
     """Print the path of the model NAME, which must be here."""
     click.echo(resolve_model(name))
-
-
-def _entry(name: str) -> CatalogEntry:
-    catalog = load_catalog()
-    if name not in catalog:
-        raise click.UsageError(f"unknown model {name!r}; known: {', '.join(catalog)}")
-    return catalog[name]

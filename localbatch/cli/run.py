@@ -48,7 +48,7 @@ def sampling_options(command: Any) -> Any:
 
 def engine_options(command: Any) -> Any:
     """Add the options that say how much of the machine to use, and how."""
-    auto = {"type": int, "default": None, "show_default": "automatic"}
+    auto: dict[str, Any] = {"type": int, "default": None, "show_default": "automatic"}
     options = [
         click.option("--ctx", **auto, help="Most tokens of a row, prompt and answer together."),
         click.option("--parallel", **auto, help="Most rows in the batch at one time, up to 256."),

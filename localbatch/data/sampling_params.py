@@ -11,6 +11,7 @@ from typing import Any
 from localbatch.data.errors import ConfigError, InputError
 
 MAX_SEED = 2**64 - 1
+MAX_BIAS = 1e9
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,19 @@ def _token_biases(value: object) -> dict[int, float]:
         raise ConfigError(f"logit_bias: must map token ids to numbers, not {value!r}")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        try:
-            token = int(key)
-        except (TypeError, ValueError):
-            raise ConfigError(f"logit_bias: {key!r} is not a token id") from None
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias):
-            raise ConfigError(f"logit_bias: the bias of token {key} must be a number, not {bias!r}")
-        biases[token] = float(bias)
+        if not _is_token_id(key):
+            raise ConfigError(f"logit_bias: {key!r} is not a token id")
+        where = f"logit_bias: the bias of token {key}"
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)):
+            raise ConfigError(f"{where} must be a number, not {bias!r}")
+        # Logits of +inf have no distribution; this also refuses NaN.
+        if bias != -math.inf and not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ConfigError(f"{where} must be -inf or from -1e9 to 1e9, not {bias}")
+        biases[int(key)] = float(bias)
     return biases
+
+
+def _is_token_id(key: object) -> bool:
+    if isinstance(key, str):
+        return len(key) <= 10 and key.isascii() and key.isdigit()
+    return isinstance(key, int) and not isinstance(key, bool) and key >= 0

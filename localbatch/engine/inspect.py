@@ -7,7 +7,7 @@ from localbatch.engine.backend import ModelCard
 from localbatch.engine.client import WorkerClient
 from localbatch.engine.machine import available_memory
 from localbatch.engine.sizing import kv_bytes
-from localbatch.models.catalog import check_gguf
+from localbatch.models.gguf import check_gguf
 
 _MIB = 1 << 20
 
@@ -29,9 +29,9 @@ def describe(path: str, *, rows: int, ctx: int) -> list[tuple[str, str]]:
     return [
         ("file", f"{path} ({card.file_bytes / _MIB:,.0f} MiB)"),
         ("name", card.metadata.get("general.name", "(none)")),
-        ("model", card.description),
         ("architecture", card.architecture),
         ("parameters", f"{card.num_params / 1e6:,.1f} million"),
+        ("quantization", _quantization(card)),
         ("licence", card.metadata.get("general.license", "(not stated)")),
         ("context", f"{card.max_ctx:,} tokens"),
         ("vocabulary", f"{card.num_vocab:,} tokens, {_tokenizer(card)}"),
@@ -44,6 +44,12 @@ def describe(path: str, *, rows: int, ctx: int) -> list[tuple[str, str]]:
             f"{available_memory() / _MIB:,.0f} MiB are available",
         ),
     ]
+
+
+def _quantization(card: ModelCard) -> str:
+    """Return the weight type, the last part of llama.cpp's `architecture size type`."""
+    bits = card.file_bytes * 8 / max(1, card.num_params)
+    return f"{card.description.split(maxsplit=2)[-1]}, {bits:.1f} bits a weight"
 
 
 def _tokenizer(card: ModelCard) -> str:

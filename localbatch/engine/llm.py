@@ -13,7 +13,8 @@ from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import ModelCard
 from localbatch.engine.client import WorkerClient
 from localbatch.engine.engine import EngineStats, TextPiece
-from localbatch.models.catalog import check_gguf, resolve_model
+from localbatch.models.catalog import resolve_model
+from localbatch.models.gguf import check_gguf
 
 Prompt: TypeAlias = str | Sequence[Message]
 """Text, or a list of messages with `role` and `content`."""

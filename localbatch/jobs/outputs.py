@@ -167,7 +167,7 @@ class _NewFile:
         with suppress(OSError):
             self._file.truncate(self._size)
         self._put_in_place()
-        return OutputError(f"{message}; the file has the first {self._num_rows:,} rows")
+        return OutputError(f"{message}; rows saved there: {self._num_rows:,}")
 
     def _put_in_place(self) -> None:
         try:

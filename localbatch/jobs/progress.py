@@ -12,7 +12,8 @@ from tqdm import tqdm
 from localbatch.data.request import Completion
 
 _KNOWN_TOTAL = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}, ETA {remaining}"
-_UNKNOWN_TOTAL = "{n_fmt} rows{postfix}, {elapsed}"
+_MOST_NOTES = 20
+_UNKNOWN_TOTAL = "rows: {n_fmt}{postfix}, {elapsed}"
 
 
 class Progress:
@@ -25,6 +26,7 @@ class Progress:
 
     def __init__(self, total: int | None = None, *, quiet: bool = False) -> None:
         self._failed = 0
+        self._notes = 0
         self._tokens = 0
         self._bar: tqdm[NoReturn] | None = None
         if quiet or sys.stderr is None or not sys.stderr.isatty():
@@ -49,6 +51,22 @@ class Progress:
         speed = _per_second(self._tokens, self._bar.format_dict["elapsed"])
         self._bar.set_postfix_str(f"{speed} tok/s, {self._failed:,} failed", refresh=False)
         self._bar.update()
+
+    def set_total(self, total: int) -> None:
+        """Say how many rows there are, once that is known."""
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.bar_format = _KNOWN_TOTAL
+            self._bar.refresh()
+
+    def note(self, line: str) -> None:
+        """Print a line on standard error, above the bar; after the first 20 only say so."""
+        self._notes += 1
+        if self._notes > _MOST_NOTES:
+            return
+        if self._notes == _MOST_NOTES:
+            line = f"{line}\n(more failed rows are only in the output)"
+        tqdm.write(line, file=sys.stderr)
 
     def close(self) -> None:
         """Take the bar off the terminal; again, it does nothing."""

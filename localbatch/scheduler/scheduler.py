@@ -60,9 +60,9 @@ class Scheduler:
         if not rows or self._mixes:
             in_plan = {id(row.sequence) for row in rows}
             moves = [] if self._mixes else self._close_gaps()
-            rows += [
-                self._decode_row(s) for s in self.running if id(s) not in in_plan and not s.lags
-            ]
+            decoding = [s for s in self.running if id(s) not in in_plan and not s.lags]
+            # By slot: llama.cpp computes streams together only while their ids ascend by one.
+            rows += [self._decode_row(s) for s in sorted(decoding, key=_slot_of)]
         releases, self._releases = self._releases, []
         return StepPlan(rows, moves, releases)
 
@@ -198,11 +198,10 @@ class Scheduler:
         split the batch in two.
         """
         moves: list[Move] = []
-        for sequence in sorted(self.running, key=lambda s: s.slot or 0, reverse=True):
-            assert sequence.slot is not None
-            if self._slots.lowest_free_below(sequence.slot) is None:
+        for sequence in sorted(self.running, key=_slot_of, reverse=True):
+            source = _slot_of(sequence)
+            if self._slots.lowest_free_below(source) is None:
                 break
-            source = sequence.slot
             sequence.slot = self._slots.move_to_lowest(source)
             moves.append(Move(source, sequence.slot))
         return moves
@@ -212,3 +211,8 @@ class Scheduler:
         self._slots.give_back(sequence.slot)
         self._releases.append(sequence.slot)
         sequence.slot = None
+
+
+def _slot_of(sequence: Sequence) -> int:
+    assert sequence.slot is not None, "a running sequence has a slot"
+    return sequence.slot
