@@ -367,12 +367,16 @@ class TestEngineConfig:
     )
     def test_bounds(self, name: str, low: int, high: int) -> None:
         """The ends of a range are accepted; one beyond, and what is no whole number, is not."""
-        extra: dict[str, Any] = {"kv_layout": KVLayout.UNIFIED}
+
+        def config(value: Any) -> EngineConfig:
+            changes: dict[str, Any] = {name: value}
+            return EngineConfig("m", kv_layout=KVLayout.UNIFIED, **changes)
+
         for value in (low, high):
-            assert value == getattr(EngineConfig("m", **{name: value}, **extra), name)
+            assert value == getattr(config(value), name)
         for bad in (low - 1, high + 1, True, float(high), "8"):
             with pytest.raises(ConfigError) as caught:
-                EngineConfig("m", **{**extra, name: bad})
+                config(bad)
             expected = f"{name}: must be a whole number from {low} to {high}, not {bad!r}"
             assert expected == str(caught.value)
 

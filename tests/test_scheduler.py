@@ -393,11 +393,10 @@ class TestPreemption:
         assert shape(plan) == [(0, 0, 2, 3), (1, 1, 2, 3)]
         assert list(scheduler.waiting) == [rows[2], rows[3], rows[4]]
 
-    def test_nobody_is_admitted_in_the_step_of_a_preemption(self) -> None:
-        """Cells just taken from one row are not handed to the next before the others went on.
+    def test_nobody_overtakes_a_preempted_row(self) -> None:
+        """Rows 0 and 1 fill 8 cells; row 1 is called back for row 0's next token.
 
-        Rows 0 and 1 fill 8 cells. Row 1's 4 cells come free, row 0 wants 1 of them, and row 2,
-        with its one token, could start at once, but would overtake row 1.
+        Of its 4 cells 3 are left. Row 2, with its one token, could start in them, but waits behind.
         """
         scheduler = create_scheduler(num_slots=3, row_cells=8, pool_cells=8)
         rows = add_all(
@@ -533,7 +532,7 @@ class TestAbort:
         run_step(scheduler)
         assert row.finish_reason == FinishReason.LENGTH
         scheduler.finish(row, FinishReason.STOP)
-        assert row.finish_reason == FinishReason.STOP
+        assert row.finish_reason is FinishReason.STOP  # type: ignore[comparison-overlap]
         assert row.generated == [ANSWER]
         assert scheduler.schedule().releases == [0]
 

@@ -299,17 +299,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [row for row in self.rows if row.status is WAITING]
         running = [row for row in self.rows if row.status is RUNNING]
         plan = self.scheduler.schedule()
+        slots = {row.sequence.slot for row in running}
         preempted = [row for row in running if row.sequence.status is WAITING]
         admitted = [row for row in waiting if row.sequence.status is RUNNING]
         self.check_preemption(running, preempted)
         assert admitted == waiting[: len(admitted)], "rows are admitted in order of arrival"
         for row in admitted:
+            slot = row.sequence.slot
+            assert slot == min(set(range(self.config.num_slots)) - slots), (
+                "not the lowest free slot"
+            )
+            slots.add(slot)
             row.status = RUNNING
         assert bool(plan) == self.scheduler.has_work, "there is work, so something is computed"
 
         self.check_releases_and_moves(plan)
         self.check_rows(plan)
-        self.check_budget_is_used(plan, any_preempted=bool(preempted))
+        self.check_budget_is_used(plan)
         if self.streams:
             self.check_streams(plan)
         else:
@@ -371,10 +377,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill = sum(row.end - row.start for row in rows if row.is_prefill)
         assert prefill <= config.max_step_tokens
 
-    def check_budget_is_used(self, plan: StepPlan, *, any_preempted: bool) -> None:
+    def check_budget_is_used(self, plan: StepPlan) -> None:
         """Check that the head of the queue waits only for want of a slot, cells or budget."""
         head = next((row for row in self.rows if row.status is WAITING), None)
-        if head is None or any_preempted:
+        if head is None:
             return
         running = [row for row in self.rows if row.status is RUNNING]
         tokens = sum(row.sequence.num_tokens for row in [*running, head])

@@ -19,6 +19,7 @@ from localbatch.cli.main import (
 from localbatch.data.config import FlashAttention, KVLayout
 from localbatch.data.errors import ConfigError
 from localbatch.data.sampling_params import SamplingParams
+from localbatch.engine.backend import Numerics
 from localbatch.jobs.job import JobConfig, run_job
 from localbatch.jobs.progress import summary_line
 
@@ -156,6 +157,8 @@ def run(
     with terminate_as_interrupt():
         result = run_job(config)
     if not quiet:
+        if result.numerics is Numerics.VARIES:
+            click.echo("note: with these settings an answer may depend on its batch", err=True)
         click.echo(
             summary_line(
                 rows=result.rows,

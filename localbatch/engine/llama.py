@@ -11,7 +11,7 @@ import numpy as np
 from localbatch.data.errors import DecodeError, ModelError
 from localbatch.engine import binding
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics, Sample
-from localbatch.engine.numerics import padded, probe
+from localbatch.engine.numerics import numerics_of, padded
 from localbatch.scheduler.plan import PlanRow, StepPlan
 
 _CODES = {  # include/llama.h, llama_decode
@@ -43,6 +43,7 @@ class LlamaBackend:
             self._model.close()
             raise ModelError(f"{model}: this is not a model that generates text row by row")
         self.on_gpu = on_gpu
+        self._path = model
         self.card = model_card(self._model, model)
         self._context: binding.Context | None = None
         self._config: ContextConfig | None = None
@@ -59,7 +60,9 @@ class LlamaBackend:
         self._close_context()
         self._config = config
         exact = config.pool_cells is None and not config.flash_attention and not self.on_gpu
-        numerics = probe(self._model, config.threads) if exact else Numerics.VARIES
+        numerics = Numerics.VARIES
+        if exact:
+            numerics = numerics_of(self._model, self._path, config.threads)
         self._pads = numerics is Numerics.SAME_IN_ANY_BATCH
         self._context = binding.Context(self._model, self._shape(config))
         if self._context.n_ctx_seq < config.row_cells:

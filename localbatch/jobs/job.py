@@ -11,6 +11,7 @@ from typing import Any
 from localbatch.data.errors import LocalbatchError
 from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
+from localbatch.engine.backend import Numerics
 from localbatch.engine.llm import LLM
 from localbatch.jobs.inputs import open_input, read_requests
 from localbatch.jobs.outputs import OrderedWriter
@@ -46,6 +47,8 @@ class JobResult:
     wall_s: float = 0.0
     """From the first row's submission to the last one's end; loading the model is not in it."""
     interrupted: bool = False
+    numerics: Numerics | None = None
+    """What a row's logits depended on; `None` if none was computed."""
     error: LocalbatchError | None = None
     """What ended the job early, if something did; finished rows are in the output all the same."""
 
@@ -87,6 +90,7 @@ def run_job(config: JobConfig) -> JobResult:
                 raise
             result.error = error
         result.wall_s = time.perf_counter() - started
+        result.numerics = llm.stats.numerics
         writer.close(complete=not result.interrupted and result.error is None)
     return result
 
