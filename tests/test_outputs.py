@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localbatch.data.errors import OutputError
@@ -89,6 +89,7 @@ def test_the_record_of_an_aborted_row_has_its_text() -> None:
 # Files
 
 
+@settings(deadline=None)  # a file is synced to disk
 @given(st.integers(0, 12).flatmap(lambda n: st.permutations(range(n))), st.data())
 def test_any_order_comes_out_in_input_order(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], data: st.DataObject
@@ -107,6 +108,7 @@ def test_any_order_comes_out_in_input_order(
     assert_names(target.parent, "out.jsonl")
 
 
+@settings(deadline=None)  # a file is synced to disk
 @given(st.permutations(range(8)), st.integers(0, 8))
 def test_any_interruption_keeps_all_rows(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], length: int

@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
         return True
 
     def frames(self) -> list[str]:
-        return [frame for frame in self.getvalue().split("\r") if frame.strip()]
+        return [frame.rstrip() for frame in self.getvalue().split("\r") if frame.strip()]
 
 
 class Clock:
@@ -58,13 +58,13 @@ def test_the_bar_tells_rows_speed_failures_and_time_left(
     """Speed and time left are averages over the run so far."""
     terminal = terminal_in(monkeypatch)
     with Progress(8) as progress:
-        for completion in (answer(3000), failure()):
-            clock.now += 10
+        for seconds, completion in [(10, answer(3000)), (30, failure())]:
+            clock.now += seconds
             progress.update(completion)
     expected = [
         ("  0%|", "| 0/8 rows, ETA ?"),
         (" 12%|", "| 1/8 rows, 300 tok/s, 0 failed, ETA 01:10"),
-        (" 25%|", "| 2/8 rows, 150 tok/s, 1 failed, ETA 01:00"),
+        (" 25%|", "| 2/8 rows, 75 tok/s, 1 failed, ETA 02:00"),
     ]
     actual = [(frame[:5], frame[frame.rindex("|") :]) for frame in terminal.frames()]
     assert expected == actual
@@ -80,6 +80,42 @@ def test_without_a_total_the_bar_tells_the_time_passed(
         progress.update(answer(122))
     expected = ["rows: 0, 00:00", "rows: 1, 2.0 tok/s, 0 failed, 01:01"]
     assert expected == terminal.frames()
+
+
+def test_the_total_may_come_late(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Once the number of rows is known, the bar tells the share and the time left."""
+    terminal = terminal_in(monkeypatch)
+    with Progress() as progress:
+        clock.now += 10
+        progress.update(answer(30))
+        progress.set_total(4)
+    last = terminal.frames()[-1]
+    expected = (" 25%|", "| 1/4 rows, 3.0 tok/s, 0 failed, ETA 00:30")
+    assert expected == (last[:5], last[last.rindex("|") :])
+
+
+def test_notes_are_lines_above_the_bar(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """A note is a line of its own, and the bar is drawn again below it."""
+    terminal = terminal_in(monkeypatch)
+    with Progress() as progress:
+        progress.note("rows.jsonl:7: prompt: is empty")
+    *_, note, bar = terminal.frames()
+    expected = ("rows.jsonl:7: prompt: is empty", "rows: 0, 00:00")
+    assert expected == (note, bar)
+    assert terminal.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize(("number", "more"), [(1, []), (20, []), (21, ["more"]), (500, ["more"])])
+def test_notes_are_few(monkeypatch: pytest.MonkeyPatch, number: int, more: list[str]) -> None:
+    """The first 20 are printed, the rest is one more line; a file gets them, too."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress() as progress:
+        for note in range(number):
+            progress.note(f"note {note}")
+    expected = [f"note {note}" for note in range(min(number, 20))]
+    expected += ["(more failed rows are only in the output)" for _ in more]
+    assert expected == stream.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("total", [None, 0, 1, 2])
@@ -137,10 +173,16 @@ def test_a_file_gets_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue() == ""
 
 
-def test_no_standard_error_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process without standard error can run a job."""
+def test_no_standard_error_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process without standard error can run a job, and nothing else gets its notes."""
     monkeypatch.setattr(sys, "stderr", None)
-    use(Progress(2))
+    progress = Progress(2)
+    progress.set_total(3)
+    progress.note("note")
+    use(progress)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

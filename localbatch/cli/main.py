@@ -11,6 +11,8 @@ from localbatch._version import __version__
 from localbatch.data.errors import ConfigError, LocalbatchError, OutputError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_CLOSED = 141
+"""The reader of the output went away: what a shell reports of a program that SIGPIPE ended."""
 
 
 class Commands(click.Group):

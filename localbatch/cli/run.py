@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from localbatch.cli.main import (
+    EXIT_CLOSED,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_ROWS_FAILED,
@@ -21,6 +22,7 @@ from localbatch.data.errors import ConfigError
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.jobs.job import JobConfig, run_job
+from localbatch.jobs.outputs import OutputClosedError
 from localbatch.jobs.progress import summary_line
 
 _DEFAULTS = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}
@@ -156,6 +158,8 @@ def run(
     )  # fmt: skip
     with terminate_as_interrupt():
         result = run_job(config)
+    if isinstance(result.error, OutputClosedError):
+        raise SystemExit(EXIT_CLOSED)
     if not quiet:
         if result.numerics is Numerics.VARIES:
             click.echo("note: with these settings an answer may depend on its batch", err=True)

@@ -34,7 +34,7 @@ except Exception as error:  # the package raises what it likes when its library 
         f"llama-cpp-python can't be loaded ({error}); install {SUPPORTED}"
     ) from error
 
-_WARN, _ERROR, _CONTINUED = 2, 3, 5  # enum ggml_log_level
+_WARN, _ERROR, _CONTINUED = 3, 4, 5  # enum ggml_log_level in ggml.h
 
 _FIELDS = {
     "llama_model_params": {"n_gpu_layers", "vocab_only", "use_extra_bufts"},

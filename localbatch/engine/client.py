@@ -24,6 +24,7 @@ from localbatch.engine.messages import Abort, Failed, Ready, Report, Start, Subm
 WINDOW = 4096
 """Most rows that are with the worker at one time; more wait in the parent's input."""
 
+_SPINS = "20000"
 _CODE = "import sys; sys.path[:] = {path!r}; from localbatch.engine.worker import main; main()"
 
 
@@ -44,7 +45,7 @@ class WorkerClient:
         # `-c` with the parent's own path: `-m` would put the current folder first.
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CODE.format(path=sys.path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(),
         )  # fmt: skip
         self._threads = [
             threading.Thread(target=target, args=(pipe,), daemon=True)
@@ -167,3 +168,16 @@ class WorkerClient:
         said = [line for line in self._stderr_tail if line.strip()]
         last = f": {said[-1].strip()}" if said else ""
         return f"the worker process ended {how}{last}; `localbatch doctor` tests what works"
+
+
+def _environment() -> dict[str, str]:
+    """Return the worker's environment.
+
+    llama.cpp's threads wait for each other some hundred times a step, spinning. With the default of
+    GNU's OpenMP, which is to spin for milliseconds, another busy process on the same cores makes a
+    step take 20 times as long; with a short spin it takes its share, and an idle machine is as fast.
+    """
+    environment = dict(os.environ)
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", _SPINS)
+    return environment

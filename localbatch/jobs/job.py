@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from localbatch.data.errors import LocalbatchError
+from localbatch.data.errors import ConfigError, LocalbatchError
 from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.engine.llm import LLM
 from localbatch.jobs.inputs import open_input, read_requests
-from localbatch.jobs.outputs import OrderedWriter
+from localbatch.jobs.outputs import OrderedWriter, OutputClosedError
 from localbatch.jobs.progress import Progress
 
 
@@ -68,6 +69,7 @@ def run_job(config: JobConfig) -> JobResult:
     `LocalbatchError` if it can't start.
     """
     result = JobResult()
+    _refuse_overwriting_input(config)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_input(config.source))
         writer = stack.enter_context(OrderedWriter(config.output))
@@ -86,13 +88,21 @@ def run_job(config: JobConfig) -> JobResult:
         except KeyboardInterrupt:
             result.interrupted = True
         except LocalbatchError as error:
-            if not result.rows:
+            if not result.rows and not isinstance(error, OutputClosedError):
                 raise
             result.error = error
         result.wall_s = time.perf_counter() - started
         result.numerics = llm.stats.numerics
         writer.close(complete=not result.interrupted and result.error is None)
     return result
+
+
+def _refuse_overwriting_input(config: JobConfig) -> None:
+    with contextlib.suppress(OSError):
+        if "-" not in (config.source, config.output) and os.path.samefile(
+            config.source, config.output
+        ):
+            raise ConfigError(f"{config.output}: is the input; name another file for the answers")
 
 
 def _counted(

@@ -62,10 +62,10 @@ class Progress:
     def note(self, line: str) -> None:
         """Print a line on standard error, above the bar; after the first 20 only say so."""
         self._notes += 1
-        if self._notes > _MOST_NOTES:
+        if sys.stderr is None or self._notes > _MOST_NOTES + 1:
             return
-        if self._notes == _MOST_NOTES:
-            line = f"{line}\n(more failed rows are only in the output)"
+        if self._notes == _MOST_NOTES + 1:
+            line = "(more failed rows are only in the output)"
         tqdm.write(line, file=sys.stderr)
 
     def close(self) -> None:
