@@ -45,7 +45,8 @@ class WorkerClient:
         # `-c` with the parent's own path: `-m` would put the current folder first.
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CODE.format(path=sys.path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=_environment(),
         )  # fmt: skip
         self._threads = [
             threading.Thread(target=target, args=(pipe,), daemon=True)
@@ -173,9 +174,9 @@ class WorkerClient:
 def _environment() -> dict[str, str]:
     """Return the worker's environment.
 
-    llama.cpp's threads wait for each other some hundred times a step, spinning. With the default of
-    GNU's OpenMP, which is to spin for milliseconds, another busy process on the same cores makes a
-    step take 20 times as long; with a short spin it takes its share, and an idle machine is as fast.
+    llama.cpp's threads wait for each other some hundred times a step, spinning. With the default
+    of GNU's OpenMP, which is to spin for milliseconds, another busy process on the same cores makes
+    a step take 20 times as long; with a short spin it takes its share. An idle machine is as fast.
     """
     environment = dict(os.environ)
     if "OMP_WAIT_POLICY" not in environment:
