@@ -32,7 +32,7 @@ def llm(smollm2: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def greedy(llm: LLM, prompts: list[str]) -> list[tuple[int, ...]]:
-    """The tokens of the greedy answers, 32 rows at a time."""
+    """Return the tokens of the greedy answers, 32 rows at a time."""
     return tokens_of(llm.generate(prompts, greedy_params(), raw=True))
 
 

@@ -6,7 +6,12 @@ A row of a plan is written (request index, slot, start, end).
 from __future__ import annotations
 
 import pytest
-from factories import (
+
+from localbatch.data.request import FinishReason
+from localbatch.scheduler.scheduler import Scheduler
+from localbatch.scheduler.sequence import Sequence, SequenceStatus
+from localbatch.scheduler.slots import SlotPool
+from tests.factories import (
     ANSWER,
     END,
     compute,
@@ -16,11 +21,6 @@ from factories import (
     run_step,
     shape,
 )
-
-from localbatch.data.request import FinishReason
-from localbatch.scheduler.scheduler import Scheduler
-from localbatch.scheduler.sequence import Sequence, SequenceStatus
-from localbatch.scheduler.slots import SlotPool
 
 
 def add_all(scheduler: Scheduler, *groups: list[Sequence]) -> list[Sequence]:

@@ -6,25 +6,19 @@ account is written from llama.cpp's rules and from what a row asks for, not from
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from factories import END, create_requests
 from hypothesis import Phase, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from localbatch.data.config import SchedulerConfig
 from localbatch.data.request import FinishReason
 from localbatch.scheduler.plan import Move, PlanRow, StepPlan
 from localbatch.scheduler.scheduler import Scheduler
 from localbatch.scheduler.sequence import Sequence, SequenceStatus
+from tests.factories import END, create_requests
 
 WAITING, RUNNING, FINISHED = (
     SequenceStatus.WAITING,
@@ -171,15 +165,11 @@ INTERRUPTIONS = st.lists(
 class SchedulerMachine(RuleBasedStateMachine):
     """Drives a scheduler and checks each of its plans against the test's own account."""
 
-    make_scheduler: Callable[[SchedulerConfig], Scheduler] = staticmethod(
-        lambda config: Scheduler(config, end_tokens={END})
-    )
-
     @initialize(config=configs(), work=st.lists(WORK, min_size=1, max_size=10))
     def start(self, config: SchedulerConfig, work: list[Work]) -> None:
         self.config = config
         self.streams = config.pool_cells is None
-        self.scheduler = self.make_scheduler(config)
+        self.scheduler = Scheduler(config, end_tokens={END})
         self.cache = KVCache(config.num_slots, config.row_cells, config.pool_cells)
         self.rows: list[Row] = []  # in the order of arrival
         self.by_sequence: dict[int, Row] = {}

@@ -7,7 +7,7 @@ from localbatch.data.errors import ConfigError
 from localbatch.engine.backend import ContextConfig, ModelCard
 from localbatch.engine.machine import available_memory, usable_threads
 
-CPU_SLOTS, GPU_SLOTS = 32, 128
+CPU_SLOTS, GPU_SLOTS = 64, 128
 """Rows in the batch unless told otherwise."""
 
 CHUNK = 512
