@@ -50,7 +50,9 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Return the path of the real SmolLM2; the test fails if it is not there."""
-    path = Path(os.environ.get("LOCALBATCH_TEST_MODEL") or _STORE / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    path = Path(
+        os.environ.get("LOCALBATCH_TEST_MODEL") or _STORE / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
     if not path.exists():
         pytest.fail(f"{path} is missing; `make test` fetches it", pytrace=False)
     return path

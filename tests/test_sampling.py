@@ -81,7 +81,7 @@ def test_greedy_rows_take_the_largest_logit_and_the_first_of_equals() -> None:
     logits = np.array([[0, 3, 1], [5, 5, 1]], np.float32)
     rows = [plan_row(row(SamplingParams(), [1])) for _ in range(2)]
 
-    assert [1, 0] == sample(rows, logits)
+    assert sample(rows, logits) == [1, 0]
 
 
 def test_draws_follow_the_weights() -> None:
@@ -118,7 +118,7 @@ def test_random_numbers_depend_on_seed_id_and_step() -> None:
     base = uniform(1, "a", 0)
 
     assert base == uniform(1, "a", 0)
-    assert 4 == len({base, uniform(2, "a", 0), uniform(1, "b", 0), uniform(1, "a", 1)})
+    assert len({base, uniform(2, "a", 0), uniform(1, "b", 0), uniform(1, "a", 1)}) == 4
 
 
 def test_biases_and_penalties_by_hand() -> None:
@@ -128,8 +128,8 @@ def test_biases_and_penalties_by_hand() -> None:
     )
     logits = np.array([1.0, -2.0, 7.0, 4.0], np.float32)
 
-    assert [3.0, -4.75, 7.0, 1.0] == adjusted(logits, [3, 1, 3], params).tolist()
-    assert [1.0, -2.0, 7.0, 4.0] == logits.tolist()
+    assert adjusted(logits, [3, 1, 3], params).tolist() == [3.0, -4.75, 7.0, 1.0]
+    assert logits.tolist() == [1.0, -2.0, 7.0, 4.0]
 
 
 @given(

@@ -19,8 +19,8 @@ def test_cells_are_rounded_up_to_256() -> None:
     """llama.cpp hands out cells by 256."""
     context = fit_context(EngineConfig("m", threads=1), CARD, 2, 300, on_gpu=False, memory=8 * GIB)
 
-    assert (2, 512) == (context.num_slots, context.row_cells)
-    assert 2 * 512 * (1 << 20) == kv_bytes(CARD, 2, 512)
+    assert (context.num_slots, context.row_cells) == (2, 512)
+    assert kv_bytes(CARD, 2, 512) == 2 * 512 * (1 << 20)
 
 
 def test_batch_shrinks_to_the_memory_there_is() -> None:
@@ -43,6 +43,6 @@ def test_a_batch_asked_for_that_does_not_fit_is_refused_with_the_numbers() -> No
 
 def test_slots_are_at_most_the_rows() -> None:
     """Three rows need three slots; more rows than the default get the default."""
-    assert 3 == wanted_slots(EngineConfig("m"), 3, on_gpu=False)
-    assert 64 == wanted_slots(EngineConfig("m"), 1000, on_gpu=False)
-    assert 2 == wanted_slots(EngineConfig("m", parallel=2), 1000, on_gpu=False)
+    assert wanted_slots(EngineConfig("m"), 3, on_gpu=False) == 3
+    assert wanted_slots(EngineConfig("m"), 1000, on_gpu=False) == 64
+    assert wanted_slots(EngineConfig("m", parallel=2), 1000, on_gpu=False) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +21,7 @@ def text_of(pieces: list[bytes], stop: tuple[str, ...] = ()) -> TextStream:
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     """Cut data at the places (taken modulo its length)."""
     at = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
-    return [data[a:b] for a, b in zip(at, at[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(at)]
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(0, 1000), max_size=10))
@@ -37,7 +39,7 @@ def test_an_emoji_over_four_tokens_appears_whole() -> None:
         stream.push(token)
         taken.append(stream.take())
 
-    assert ["a", "", "", "", "\N{PARTY POPPER}", "b"] == taken
+    assert taken == ["a", "", "", "", "\N{PARTY POPPER}", "b"]
 
 
 def test_a_stop_string_over_token_borders_is_cut_exactly() -> None:

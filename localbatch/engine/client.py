@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import IO
 
 from localbatch.data.config import EngineConfig
@@ -73,7 +73,7 @@ class WorkerClient:
 
     def run(
         self, rows: Iterable[Request | Completion], *, streams_text: bool = False
-    ) -> Iterator[Completion | TextPiece]:
+    ) -> Generator[Completion | TextPiece, None, None]:
         """Yield the completion of each request as it ends, and text pieces before if asked for.
 
         Rows are taken from the iterable as there is room; completions among them (rows that

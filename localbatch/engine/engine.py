@@ -18,9 +18,10 @@ from localbatch.data.request import (
     failed_completion,
 )
 from localbatch.engine.backend import Backend, Numerics
+from localbatch.engine.machine import available_memory
 from localbatch.engine.prompt import PromptEncoder
 from localbatch.engine.sampling import sample
-from localbatch.engine.sizing import fit_context, wanted_slots
+from localbatch.engine.sizing import fit_context, kv_bytes, wanted_slots
 from localbatch.engine.text import TextStream
 from localbatch.scheduler.plan import PlanRow, StepPlan
 from localbatch.scheduler.scheduler import Scheduler
@@ -230,12 +231,16 @@ class Engine:
         """Make the context anew if the pending rows want a larger one."""
         cells = max(self._wanted_cells(row) for row in self._pending)
         slots = wanted_slots(self.config, len(self._pending), on_gpu=self.backend.on_gpu)
+        card, memory = self.backend.card, available_memory()
         if self._scheduler is not None:
             now = self._scheduler.config
             if cells <= now.row_cells and slots <= now.num_slots:
                 return
             cells, slots = max(cells, now.row_cells), max(slots, now.num_slots)
-        context = fit_context(self.config, self.backend.card, slots, cells, self.backend.on_gpu)
+            # What the present context takes is free when the next one is made.
+            used = now.pool_cells or now.num_slots * now.row_cells
+            memory += kv_bytes(card, 1, used)
+        context = fit_context(self.config, card, slots, cells, self.backend.on_gpu, memory)
         self.stats.numerics = self.backend.open(context)
         self.stats.slots, self.stats.row_cells = context.num_slots, context.row_cells
         self._scheduler = Scheduler(
@@ -243,7 +248,7 @@ class Engine:
                 num_slots=context.num_slots, row_cells=context.row_cells,
                 pool_cells=context.pool_cells, chunk=context.chunk,
             ),
-            self.backend.card.end_tokens,
+            card.end_tokens,
         )  # fmt: skip
 
     def _wanted_cells(self, row: _Row) -> int:
@@ -252,4 +257,5 @@ class Engine:
         return min(wanted, self._longest_row())
 
     def _longest_row(self) -> int:
-        return self.config.ctx or self.backend.card.max_ctx
+        longest = self.config.ctx or self.backend.card.max_ctx
+        return min(longest, self.config.kv_cells or longest)

@@ -97,6 +97,7 @@ class LlamaBackend:
     def forward(self, plan: StepPlan, sample: Sample) -> list[int | None]:
         """Compute a plan call by call, sampling after each: the next call overwrites the logits."""
         context = self._opened()
+        self._check_slots(plan)
         for slot in plan.releases:
             context.remove(slot)
         for source, target in plan.moves:
@@ -107,6 +108,14 @@ class LlamaBackend:
         for rows in self._calls(plan.rows):
             tokens += self._compute(context, rows, sample)
         return tokens
+
+    def _check_slots(self, plan: StepPlan) -> None:
+        """Raise `DecodeError` for a slot that isn't there; llama.cpp aborts on some of them."""
+        assert self._config is not None
+        slots = [row.slot for row in plan.rows] + plan.releases
+        slots += [slot for move in plan.moves for slot in move]
+        if slots and not 0 <= min(slots) <= max(slots) < self._config.num_slots:
+            raise DecodeError(f"a slot is outside of 0..{self._config.num_slots - 1}", -1)
 
     def _calls(self, rows: Sequence[PlanRow]) -> Iterator[Sequence[PlanRow]]:
         """Split rows, in order, into the batches of one `llama_decode` each."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeAlias
 
@@ -99,10 +100,13 @@ class LLM:
         system: str | None = None,
     ) -> Iterator[Completion]:
         """Yield each completion as it ends; `index` says whose it is."""
-        rows = make_requests(prompts, params, raw=raw, system=system)
-        for event in self.run(rows):
-            if isinstance(event, Completion):
-                yield event
+        return self._completions(make_requests(prompts, params, raw=raw, system=system))
+
+    def _completions(self, rows: Iterable[Request | Completion]) -> Iterator[Completion]:
+        with contextlib.closing(self.run(rows)) as events:
+            for event in events:
+                if isinstance(event, Completion):
+                    yield event
 
     def stream(
         self,
@@ -118,7 +122,7 @@ class LLM:
 
     def run(
         self, rows: Iterable[Request | Completion], *, streams_text: bool = False
-    ) -> Iterator[Completion | TextPiece]:
+    ) -> Generator[Completion | TextPiece, None, None]:
         """Yield the completion of each request as it ends; completions among `rows` pass through.
 
         `rows` is read as there is room, so it may be longer than memory.
@@ -148,11 +152,20 @@ def make_requests(
     raw: bool = False,
     system: str | None = None,
 ) -> Iterator[Request | Completion]:
-    """Yield a request for each prompt, its place as its id; a failed completion for a bad one."""
+    """Return a request for each prompt, its place as its id; a failed completion for a bad one."""
     if isinstance(prompts, str):
         raise ConfigError("prompts: must be a list of prompts, not one string")
     if raw and system is not None:
         raise ConfigError("system: goes with the chat template, not with raw")
+    return _requests(prompts, params, raw, system)
+
+
+def _requests(
+    prompts: Iterable[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    raw: bool,
+    system: str | None,
+) -> Iterator[Request | Completion]:
     for index, prompt in enumerate(prompts):
         own = params_of(params, index)
         try:

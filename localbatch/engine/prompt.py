@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localbatch.data.errors import ConfigError, InputError
@@ -81,6 +82,13 @@ class PromptEncoder:
         return "" if token is None else self._card.special_texts.get(token, "")
 
 
+_TEMPLATE_FAULTS = (
+    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
+    RecursionError, MemoryError,
+)  # fmt: skip
+"""What a template that does not fit its messages may raise."""
+
+
 class ChatTemplate:
     """A GGUF's Jinja template, in a sandbox.
 
@@ -90,12 +98,15 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._constants = {"bos_token": bos_token, "eos_token": eos_token}
+        # Some templates ask whether tools and documents are None, not whether they are there.
+        self._constants = {
+            "bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None,
+        }  # fmt: skip
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -104,12 +115,15 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> str:
         """Return the prompt; raises `InputError` with the template's reason if it refuses."""
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=messages, add_generation_prompt=True, **self._constants
             )
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            text.encode()  # half a surrogate pair in a message's further fields is no text
+            return text
+        except _TEMPLATE_FAULTS as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(
-                f"the chat template refuses them: {error}", field="messages"
+                f"the chat template refuses them: {reason}", field="messages"
             ) from error
 
 
@@ -121,7 +135,7 @@ class _Mark:
     """
 
     def __init__(self, special: re.Pattern[str]) -> None:
-        nonce = secrets.token_hex(8)
+        nonce = f"{secrets.randbelow(10**16):016}"  # digits: a template may change the case
         self._special = special
         self._open, self._close = f"\ue000{nonce}<", f">{nonce}\ue001"
         self._used = False
@@ -150,9 +164,28 @@ class _Mark:
         return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
 
 
-def _tojson(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
+class _Generation(Extension):
+    """`{% generation %}` marks the model's own text, for training; here it stands for that text."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja declares it as a plain set)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return what is between the marks."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Replace Jinja's filter, which would escape for HTML."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> NoReturn:

@@ -37,8 +37,8 @@ def sample_row(sequence: TokenSequence, logits: npt.NDArray[np.float32]) -> int:
     params = request.params
     if params.changes_logits:
         logits = adjusted(logits, sequence.tokens, params)
-    if params.temperature == 0.0:
-        return int(logits.argmax())
+    if params.temperature == 0.0 or (params.logit_bias and logits.max() == -np.inf):
+        return int(logits.argmax())  # with every token banned there is nothing to draw from
     tokens, chances = distribution(logits, params)
     drawn = uniform(params.seed, request.id, sequence.num_generated) * chances.sum()
     place = int(np.searchsorted(chances.cumsum(), drawn, side="right"))

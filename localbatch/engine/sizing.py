@@ -41,17 +41,22 @@ def fit_context(
     With `parallel` left out, fewer rows run at one time if memory is short. `memory` is what may be
     taken, in bytes; left out: what the machine has. Raises `ConfigError` if not even that fits.
     """
-    row_cells = -(-cells // CELL_STEP) * CELL_STEP
-    if not on_gpu:
-        budget = int((available_memory() if memory is None else memory) * _SHARE)
-        fitting = budget // max(1, kv_bytes(card, 1, row_cells))
-        if fitting < num_slots and (config.parallel is not None or fitting < 1):
-            raise ConfigError(_too_large(card, num_slots, row_cells, budget, fitting))
-        num_slots = min(num_slots, fitting)
-    pool = None
-    if config.kv_layout is KVLayout.UNIFIED:
-        pool = config.kv_cells or num_slots * row_cells
-        pool = -(-pool // CELL_STEP) * CELL_STEP
+    row_cells, pool = _rounded(cells), None
+    memory = available_memory() if memory is None else memory
+    budget = int(memory * _SHARE)
+    if config.kv_cells is not None:  # the pool is as large as it was asked for, whatever the rows
+        pool = _rounded(config.kv_cells)
+        if not on_gpu and kv_bytes(card, 1, pool) > budget:
+            raise ConfigError(_pool_too_large(card, pool, budget))
+    else:
+        if not on_gpu:
+            fitting = budget // max(1, kv_bytes(card, 1, row_cells))
+            if fitting < num_slots and (config.parallel is not None or fitting < 1):
+                raise ConfigError(_too_large(card, num_slots, row_cells, budget, fitting))
+            num_slots = min(num_slots, fitting)
+        if config.kv_layout is KVLayout.UNIFIED:
+            pool = num_slots * row_cells
+    if pool is not None:
         row_cells = min(row_cells, pool)
     flash = config.flash_attention
     return ContextConfig(
@@ -61,6 +66,19 @@ def fit_context(
         chunk=CHUNK,
         threads=config.threads or usable_threads(),
         flash_attention=flash is FlashAttention.ON or (flash is FlashAttention.AUTO and on_gpu),
+    )
+
+
+def _rounded(cells: int) -> int:
+    return -(-cells // CELL_STEP) * CELL_STEP
+
+
+def _pool_too_large(card: ModelCard, pool: int, budget: int) -> str:
+    fitting = budget // kv_bytes(card, 1, CELL_STEP) * CELL_STEP
+    advice = f"--kv-cells {fitting}" if fitting else "a smaller model"
+    return (
+        f"the KV cache would take {pool} tokens = {kv_bytes(card, 1, pool) / _MIB:,.0f} MiB, "
+        f"but only {budget / _MIB:,.0f} MiB may be used; try {advice}"
     )
 
 

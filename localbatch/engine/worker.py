@@ -88,6 +88,7 @@ def _serve(inbox: queue.SimpleQueue[object], outbox: BinaryIO) -> None:
                 events += engine.submit(message.requests)
             elif isinstance(message, Abort):
                 engine.abort()
+                events.clear()  # they are of the run that was called off
             if not engine.has_work and events:
                 break
         if engine.has_work:

@@ -1,0 +1,216 @@
+"""The Python API and the worker process behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from localbatch import (
+    LLM,
+    Completion,
+    ConfigError,
+    EngineError,
+    FinishReason,
+    ModelError,
+    SamplingParams,
+    TextPiece,
+    WorkerError,
+)
+from localbatch.engine.client import WINDOW
+
+SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[LLM]:
+    with LLM("fake", backend="fake", parallel=8) as llm:
+        yield llm
+
+
+def test_generate_returns_answers_in_order(fake: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    """One completion a prompt, and nothing is printed."""
+    done = fake.generate([f"prompt {i}" for i in range(30)], SHORT)
+
+    assert [c.index for c in done] == list(range(30))
+    assert {5} == {c.usage.completion_tokens for c in done}
+    assert capfd.readouterr() == ("", "")
+
+
+def test_each_completion_comes_as_it_ends(fake: LLM) -> None:
+    """A short answer does not wait for a long one before it."""
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (200, 2)]
+
+    done = [c.index for c in fake.iter_completions(["long", "short"], params)]
+
+    assert done == [1, 0]
+
+
+def test_streamed_pieces_are_the_text(fake: LLM) -> None:
+    """Pieces come before the completion, and are its text put together."""
+    text, completion = "", None
+    for event in fake.stream(["hello"], SamplingParams(max_tokens=50, ignore_eos=True)):
+        if isinstance(event, TextPiece):
+            assert completion is None
+            text += event.text
+        else:
+            completion = event
+
+    assert completion is not None
+    assert text == completion.text
+
+
+def test_prompts_may_be_messages_or_text(fake: LLM) -> None:
+    """A string is a user's message; `raw` takes it as it is, so it has fewer tokens."""
+    as_text, as_messages = fake.generate(["hi", [{"role": "user", "content": "hi"}]], SHORT)
+    raw = fake.generate(["hi"], SHORT, raw=True)[0]
+    system = fake.generate(["hi"], SHORT, system="be brief")[0]
+
+    assert as_text.token_ids == as_messages.token_ids
+    assert raw.usage.prompt_tokens == 3  # BOS, h, i
+    # <user>hi</user><assistant> behind BOS, and <system>be brief</system> before it
+    assert as_text.usage.prompt_tokens == 1 + 15 + 11
+    assert system.usage.prompt_tokens == 1 + 15 + 11 + 25
+
+
+def test_a_bad_row_is_a_completion_with_an_error(fake: LLM) -> None:
+    """It does not raise, and its neighbours are answered."""
+    done = fake.generate(["good", "", [{"role": "user"}]], SHORT)
+
+    assert [c.error for c in done[:2]] == [None, "prompt: is empty"]
+    assert done[2].error == "messages[0].content: must be a string, not NoneType"
+    assert done[2].finish_reason is FinishReason.ERROR
+
+
+def test_one_run_at_a_time(fake: LLM) -> None:
+    """A second run while one is going on is refused, in words."""
+    first = fake.iter_completions(["a", "b"], SHORT)
+    next(first)
+
+    with pytest.raises(EngineError, match="another run is going on"):
+        next(fake.iter_completions(["c"], SHORT))
+    first.close()
+
+
+def test_a_run_called_off_leaves_the_model_usable(fake: LLM) -> None:
+    """Leaving an iterator drops its rows; the next run gets only its own."""
+    long = SamplingParams(max_tokens=3000, ignore_eos=True)
+    rows = [f"row {i}" for i in range(50)]
+    running = fake.iter_completions(rows, [SHORT, *[long] * 49])
+    assert next(running).index == 0
+    running.close()
+
+    done = fake.generate(["x", "y"], SHORT)
+
+    assert [c.index for c in done] == [0, 1]
+    assert [c.token_ids for c in done] == [c.token_ids for c in fake.generate(["x", "y"], SHORT)]
+
+
+def test_prompts_are_read_as_there_is_room(fake: LLM) -> None:
+    """An endless source is never read more than a window ahead."""
+    taken = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield "again"
+
+    run = fake.iter_completions(endless(), SamplingParams(max_tokens=1))
+    for _ in range(10_000):
+        next(run)
+    run.close()
+
+    assert taken <= 10_000 + WINDOW
+
+
+def test_a_killed_worker_is_noticed_at_once() -> None:
+    """The error names the signal; nothing hangs."""
+    with LLM("fake", backend="fake") as llm:
+        running = llm.iter_completions(
+            ["a", "b"], [SHORT, SamplingParams(max_tokens=4000, ignore_eos=True)]
+        )
+        next(running)
+        os.kill(llm._client.pid, signal.SIGKILL)
+        started = time.monotonic()
+
+        with pytest.raises(WorkerError, match="ended by SIGKILL"):
+            list(running)
+        with pytest.raises(WorkerError):
+            llm.generate(["c"])
+    assert time.monotonic() - started < 5
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """A parent killed outright leaves no process behind."""
+    import subprocess
+    import sys
+
+    code = (
+        "from localbatch import LLM; llm = LLM('fake', backend='fake');"
+        "print(llm._client.pid, flush=True); import time; time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty, not a GGUF file"),
+        (b"PK\x03\x04" + b"\0" * 40, "is not a GGUF file (it starts with PK"),
+        (b"GGUF\x03\0\0\0", "is cut off after 8 bytes"),
+        (b"GGUF\x09\0\0\0" + b"\0" * 16, "is GGUF version 9"),
+        (b"GGUF\x00\x00\x00\x03" + b"\0" * 16, "is a big-endian GGUF file"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 16, "llama.cpp can't load it"),
+    ],
+)
+def test_a_file_that_is_no_model_is_refused_in_one_line(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    """The message names the file and what it is."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+
+    with pytest.raises(ModelError) as refused:
+        LLM(str(path))
+
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    """Before a process is started, naming the setting."""
+    with pytest.raises(ConfigError, match="parallel: must be"):
+        LLM("fake", backend="fake", parallel=0)
+    with pytest.raises(ConfigError, match="backend"):
+        LLM("fake", backend="other")
+    with pytest.raises(ConfigError, match="not one string"):
+        LLM.iter_completions(object.__new__(LLM), "one string")
+
+
+def test_a_real_model_answers_through_the_worker(tiny_model: Path) -> None:
+    """A tiny model of random weights: both layouts, and the same greedy answers in streams."""
+    prompts = [f"the {word} of" for word in ("it", "on", "are", "as", "was")]
+    answers = {}
+    for parallel in (1, 4):
+        with LLM(str(tiny_model), parallel=parallel, threads=1) as llm:
+            answers[parallel] = [c.token_ids for c in llm.generate(prompts, SHORT)]
+    with LLM(str(tiny_model), parallel=4, threads=1, kv_layout="unified") as llm:
+        unified = llm.generate(prompts, SHORT)
+
+    assert answers[1] == answers[4]
+    assert [c.error for c in unified if isinstance(c, Completion)] == [None] * 5
