@@ -9,15 +9,18 @@ import click
 from localbatch.cli import main
 
 
-def walk(command: click.Command, path: str) -> Iterator[tuple[str, str]]:
+def walk(
+    command: click.Command, name: str, parent: click.Context | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield the name and the help page of a command and all below it."""
-    context = click.Context(command, info_name=path, terminal_width=96)
-    yield path, command.get_help(context)
+    settings = command.context_settings | {"terminal_width": 96}
+    context = click.Context(command, info_name=name, parent=parent, **settings)
+    yield context.command_path, command.get_help(context)
     if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            child = command.get_command(context, name)
+        for child_name in command.list_commands(context):
+            child = command.get_command(context, child_name)
             assert child is not None
-            yield from walk(child, f"{path} {name}")
+            yield from walk(child, child_name, context)
 
 
 def reference() -> str:

@@ -1,0 +1,273 @@
+"""The commands: what goes to which stream, exit codes, and the documents."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from docs.cli_reference import reference
+from localbatch import __version__
+from localbatch.cli import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def call(*args: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, args, input=stdin, catch_exceptions=False)
+
+
+def run_fake(*args: str, stdin: str | None = None) -> Result:
+    return call("run", "fake", "--backend", "fake", *args, stdin=stdin)
+
+
+def rows(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_answers_go_to_stdout_and_the_rest_to_stderr() -> None:
+    """Standard output holds JSONL and nothing else; the summary is on standard error."""
+    result = run_fake("-", "--max-tokens", "4", "--ignore-eos", stdin="one\ntwo\n")
+
+    assert result.exit_code == 0
+    assert [row["id"] for row in rows(result.stdout)] == [1, 2]
+    assert re.fullmatch(
+        r"2 rows in [\d.]+ s: 2 answered, 0 failed; 56 prompt \+ 8 output tokens, .* tok/s\n",
+        result.stderr,
+    )
+
+
+def test_a_row_of_output_has_its_fields(tmp_path: Path) -> None:
+    """Id, text, finish_reason, usage and timings, in input order."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"id": "a", "prompt": "x", "max_tokens": 9}\n{"prompt": "y"}\n')
+
+    result = run_fake(str(source), "-o", str(output), "--max-tokens", "2", "--ignore-eos", "-q")
+
+    assert (result.exit_code, result.output) == (0, "")
+    first, second = rows(output.read_text())
+    assert list(first) == ["id", "text", "finish_reason", "usage", "timings"]
+    assert (first["id"], second["id"]) == ("a", 2)
+    assert first["usage"] == {"prompt_tokens": 26, "completion_tokens": 9}
+    assert second["finish_reason"] == "length"
+
+
+def test_bad_rows_cost_themselves_and_exit_code_3() -> None:
+    """Each is named with its line and field; the good ones are answered."""
+    bad = [
+        '{"prompt": ""}', '{"id": "x"}', "{not json", '{"prompt": "y", "temprature": 1}',
+        '{"prompt": "y", "top_p": 7}', json.dumps({"prompt": "z" * 5000}),
+    ]  # fmt: skip
+    stdin = "\n".join(['{"prompt": "good"}', *bad, '{"prompt": "good"}']) + "\n"
+
+    result = run_fake("-", "--max-tokens", "2", stdin=stdin)
+
+    assert result.exit_code == 3
+    assert [row["id"] for row in rows(result.stdout)] == [1, 2, "x", 4, 5, 6, 7, 8]
+    assert {2, 3, 4, 5, 6, 7} == {
+        row["error"]["line"]  # type: ignore[index]
+        for row in rows(result.stdout)
+        if row["finish_reason"] == "error"
+    }
+    assert "standard input:2: prompt: is empty\n" in result.stderr
+    assert "standard input:5: temprature: unknown key; did you mean 'temperature'?" in result.stderr
+    assert "standard input:7: messages: has 5025 tokens, more than the context of 4096" in (
+        result.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["missing.txt"], "missing.txt: can't be opened"),
+        (["x.pdf"], "x.pdf: must end in one of .txt, .jsonl, .ndjson"),
+        (["-", "--top-p", "3"], "top_p: must be above 0 and at most 1, not 3.0"),
+        (["-", "--parallel", "999"], "parallel: must be a whole number from 1 to 256"),
+        (["-", "--raw", "--system", "x"], "--system goes with the chat template"),
+        (["-", "-o", "no/such/folder.jsonl"], "no/such/folder.jsonl: its folder does not exist"),
+        (["-", "--max-tokens", "many"], "'many' is not a valid integer"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(args: list[str], message: str) -> None:
+    """The message names the option or the file."""
+    result = run_fake(*args, stdin="x\n")
+
+    assert result.exit_code == 2
+    assert message in result.stderr.splitlines()[-1]
+    assert result.stdout == ""
+
+
+def test_a_missing_model_is_one_line_and_exit_code_1() -> None:
+    """No traceback reaches the user."""
+    result = call("run", "no.gguf", "-", stdin="x\n")
+
+    assert (result.exit_code, result.stderr) == (1, "Error: no.gguf: there is no such file\n")
+
+
+def test_a_base_model_is_refused_in_words(tmp_path: Path) -> None:
+    """A model without a chat template needs --raw."""
+    from tests import tiny_gguf
+
+    path = tmp_path / "base.gguf"
+    tiny_gguf.write(path, template=None)
+
+    assert call("run", str(path), "-", stdin="x\n").exit_code == 2
+    assert call("run", str(path), "-", "--raw", "--max-tokens", "3", stdin="x\n").exit_code == 0
+
+
+def test_the_input_is_never_overwritten(tmp_path: Path) -> None:
+    """The same file for both is refused, and stays as it was."""
+    path = tmp_path / "a.txt"
+    path.write_text("precious\n")
+
+    assert run_fake(str(path), "-o", str(path)).exit_code == 2
+    assert path.read_text() == "precious\n"
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    """Start a real process that is not ignoring SIGINT."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "localbatch", "run", "fake", "--backend", "fake", *args],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # type: ignore[arg-type,return-value]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_is_exit_code_130_with_the_finished_rows(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """What was finished is in the output, in order; it ends within two seconds."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    endless = json.dumps({"prompt": "x", "max_tokens": 4000, "ignore_eos": True})
+    source.write_text('{"prompt": "short", "max_tokens": 1}\n' * 3 + f"{endless}\n" * 2000)
+    process = start(str(source), "-o", str(output))
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if any(part.stat().st_size for part in tmp_path.glob("*.part")):
+            break
+        time.sleep(0.05)
+    sent = time.monotonic()
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=10)
+
+    assert process.returncode == 130
+    assert time.monotonic() - sent < 2
+    assert [row["id"] for row in rows(output.read_text())][:3] == [1, 2, 3]
+    assert "interrupted; the rows finished so far are in the output" in stderr
+    assert list(tmp_path.glob("*.part")) == []
+
+
+def test_a_reader_that_goes_away_ends_the_run_quietly(tmp_path: Path) -> None:
+    """As in `localbatch run ... | head -1`."""
+    source = tmp_path / "in.txt"
+    source.write_text("x\n" * 5000)
+    process = start(str(source), "--max-tokens", "2")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+
+    assert process.wait(timeout=20) == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_nothing_but_answers_comes_from_a_real_model(tiny_model: Path) -> None:
+    """What llama.cpp prints does not get between the answers."""
+    done = subprocess.run(
+        [sys.executable, "-m", "localbatch", "run", str(tiny_model), "-", "--max-tokens", "3"],
+        input="one\ntwo\n", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    assert [row["id"] for row in rows(done.stdout)] == [1, 2]
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_models_are_listed_and_looked_into(tiny_model: Path) -> None:
+    """`info` prints what the file says and what a batch takes: 2 layers x 2 heads x 16 x 2 x 2."""
+    listed = call("models", "list")
+    info = call("models", "info", str(tiny_model), "--rows", "4", "--ctx", "1024")
+    lines = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in info.stdout.splitlines())
+
+    assert "smollm2-135m" in listed.stdout
+    assert lines["architecture"] == "llama"
+    assert lines["quantization"].startswith("F16")
+    assert lines["context"] == "2,048 tokens"
+    assert lines["vocabulary"] == "448 tokens, llama, adds BOS"
+    assert lines["KV cache"] == "0.2 KiB a token"  # 256 bytes
+    assert "4 rows of 1,024 tokens: 1 MiB of KV cache" in lines["a batch"]
+
+
+def test_unknown_models_are_usage_errors() -> None:
+    """With the nearest names."""
+    result = call("models", "path", "smollm2")
+
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "did you mean smollm2-135m" in result.stderr
+
+
+def test_doctor_says_what_works() -> None:
+    """It decodes with the built-in model in a process of its own."""
+    result = call("doctor")
+
+    assert result.exit_code == 0
+    assert "llama-cpp-python 0.3.36" in result.stdout
+    assert "12 tokens in 3 rows" in result.stdout
+    assert result.stdout.endswith("All is well.\n")
+
+
+def test_doctor_names_the_signal_and_the_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that dies of SIGILL is reported, with the command that rebuilds."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+    monkeypatch.setattr("localbatch.engine.client._CODE", code)
+
+    result = call("doctor")
+
+    assert result.exit_code == 1
+    assert "FAILED: built-in model: the worker process ended by SIGILL" in result.stdout
+    assert 'CFLAGS="-fno-dse -fno-tree-dse"' in result.stdout
+
+
+def test_the_version_is_the_packages() -> None:
+    """One version, stated once."""
+    assert call("--version").stdout == f"localbatch, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "command", [["run"], ["models"], ["models", "pull"], ["models", "info"], ["doctor"]]
+)
+def test_every_command_has_help_and_is_in_the_documents(command: list[str]) -> None:
+    """Its page is in docs/cli.md."""
+    result = call(*command, "--help")
+
+    assert result.exit_code == 0
+    assert f"## localbatch {' '.join(command)}\n" in (ROOT / "docs" / "cli.md").read_text()
+
+
+def test_the_command_reference_is_up_to_date() -> None:
+    """`make docs` would change nothing."""
+    assert (ROOT / "docs" / "cli.md").read_text() == reference()
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    """Every relative link is a file."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_workers_do_not_outlive_the_tests() -> None:
+    """No process of ours is left when a command ends."""
+    run_fake("-", stdin="x\n")
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+
+    assert not children.exists() or children.read_text().split() == []
