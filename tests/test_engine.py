@@ -75,6 +75,18 @@ def test_a_pool_that_holds_one_row_gives_the_same_answers() -> None:
     assert small._scheduler.num_preempted > 0
 
 
+def test_a_pool_smaller_than_a_row_wants_cuts_the_answer() -> None:
+    """A prompt that fits is answered up to the pool's end; one that doesn't is one failed row."""
+    params = SamplingParams(max_tokens=4000, ignore_eos=True)
+    rows = [Request(i, i, prompt="x" * n, params=params) for i, n in enumerate((200, 400))]
+
+    done = finish(engine(kv_layout=KVLayout.UNIFIED, kv_cells=256), rows)
+
+    # BOS and 200 tokens leave 55 of 256 cells, and the last token needs none.
+    assert (done[0].finish_reason, done[0].usage.completion_tokens) == (FinishReason.LENGTH, 56)
+    assert done[1].error == "prompt: has 401 tokens, more than the context of 256 (see --ctx)"
+
+
 def test_pieces_put_together_are_the_text() -> None:
     """Also where characters and stop strings lie over several tokens."""
     streaming = engine()
