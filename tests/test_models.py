@@ -84,7 +84,7 @@ def server() -> Iterator[Server]:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever)
+        thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
         thread.start()
         yield Server(f"http://127.0.0.1:{httpd.server_port}/toy.gguf", ranges, behaviour)
         httpd.shutdown()
@@ -182,7 +182,7 @@ def test_what_is_not_the_model_is_thrown_away(
     with pytest.raises(DownloadError) as refused:
         pull(entry(url=server.url, **changes))
 
-    assert str(refused.value) == f"toy: what came is not the model ({reason}); removed it"
+    assert str(refused.value) == f"toy: what came is not the model ({reason}); it was removed"
     assert os.listdir(store) == []
 
 
@@ -207,7 +207,7 @@ def serve_raw(reply: bytes) -> tuple[str, threading.Thread]:
             connection.recv(4096)
             connection.sendall(reply)
 
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     return url, thread
 
@@ -500,7 +500,9 @@ def test_a_fetched_name_is_its_file(server: Server) -> None:
         )
     )
 
-    assert resolve_model("toy") == pull(load_catalog()["toy"])
+    pulled = pull(load_catalog()["toy"])
+
+    assert resolve_model("toy") == pulled
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are none here")

@@ -144,7 +144,7 @@ def run(
 
     \b
     Exit codes: 0 every row was answered, 1 the run failed, 2 wrong usage,
-    3 some rows failed, 130 interrupted.
+    3 some rows failed, 130 interrupted, 141 the reader of the output went away.
     """
     names = [name for name, _, _ in _SAMPLING]
     params = SamplingParams(

@@ -136,7 +136,9 @@ class _Part:
                 more = "more" if self.size > entry.size else "less"
                 found = f"{more} than {entry.size:,} bytes"
             self.restart()
-            raise DownloadError(f"{entry.name}: what came is not the model ({found}); removed it")
+            raise DownloadError(
+                f"{entry.name}: what came is not the model ({found}); it was removed"
+            )
         self._file.flush()
         os.fsync(self._file.fileno())
 
