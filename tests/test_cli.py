@@ -192,6 +192,20 @@ def test_nothing_but_answers_comes_from_a_real_model(tiny_model: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [([], False), (["--kv-layout", "unified"], True), (["--flash-attention", "on"], True)],
+)
+def test_a_setting_that_gives_up_same_answers_says_so(
+    tiny_model: Path, option: list[str], said: bool
+) -> None:
+    """Streams without flash attention are silent; anything else on the CPU is noted."""
+    done = call("run", str(tiny_model), "-", "--max-tokens", "2", *option, stdin="one\ntwo\n")
+
+    assert done.exit_code == 0
+    assert said == ("an answer may depend on its batch" in done.stderr)
+
+
 def test_models_are_listed_and_looked_into(tiny_model: Path) -> None:
     """`info` prints what the file says and what a batch takes: 2 layers x 2 heads x 16 x 2 x 2."""
     listed = call("models", "list")

@@ -135,9 +135,10 @@ class _Mark:
     """
 
     def __init__(self, special: re.Pattern[str]) -> None:
-        nonce = f"{secrets.randbelow(10**16):016}"  # digits: a template may change the case
+        # Digits only: a template may change the case, or write values as Python or JSON does.
+        nonce = f"{secrets.randbelow(10**20):020}"
         self._special = special
-        self._open, self._close = f"\ue000{nonce}<", f">{nonce}\ue001"
+        self._open, self._close = f"{nonce}1", f"{nonce}2"
         self._used = False
 
     def guard(self, message: Message) -> dict[str, Any]:
