@@ -79,7 +79,7 @@ def test_bad_rows_cost_themselves_and_exit_code_3() -> None:
     }
     assert "standard input:2: prompt: is empty\n" in result.stderr
     assert "standard input:5: temprature: unknown key; did you mean 'temperature'?" in result.stderr
-    assert "standard input:7: messages: has 5025 tokens, more than the context of 4096" in (
+    assert "standard input:7: prompt: has 5025 tokens, more than the context of 4096" in (
         result.stderr
     )
 

@@ -86,6 +86,35 @@ def test_a_bad_row_is_a_completion_with_an_error(fake: LLM) -> None:
     assert done[2].finish_reason is FinishReason.ERROR
 
 
+@pytest.mark.parametrize("prompt", [5, None, ["x"], {"role": "user"}])
+def test_a_prompt_of_a_wrong_type_is_one_failed_row(fake: LLM, prompt: object) -> None:
+    """Also with a system message to put before it."""
+    done = fake.generate(["good", prompt], SHORT, system="s")  # type: ignore[list-item]
+
+    assert done[0].error is None
+    assert done[1].error is not None
+    assert done[1].error.startswith(("messages", "prompt"))
+
+
+def test_a_bias_for_an_unknown_token_is_one_failed_row(fake: LLM) -> None:
+    """It names the token instead of doing nothing."""
+    params = [SHORT, SamplingParams(logit_bias={500_000: 5})]
+
+    done = fake.generate(["good", "bad"], params)
+
+    assert done[0].error is None
+    assert done[1].error == "logit_bias: token 500000 is not in the vocabulary"
+
+
+def test_a_closed_model_says_so() -> None:
+    """Using it after close is an error in words."""
+    llm = LLM("fake", backend="fake")
+    llm.close()
+
+    with pytest.raises(EngineError, match="the model is closed"):
+        llm.generate(["x"])
+
+
 def test_one_run_at_a_time(fake: LLM) -> None:
     """A second run while one is going on is refused, in words."""
     first = fake.iter_completions(["a", "b"], SHORT)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from localbatch._version import __version__
 from localbatch.data.errors import ConfigError, LocalbatchError, OutputError
@@ -45,6 +49,36 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Treat a request to end, and the end of the terminal, like Ctrl-C."""
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [getattr(signal, name) for name in names]
+    before = {n: signal.getsignal(n) for n in numbers}
+    for number in numbers:
+        if before[number] is not signal.SIG_IGN:  # under nohup the run goes on
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def complete_model(
+    _context: click.Context, _parameter: click.Parameter, begun: str
+) -> list[CompletionItem]:
+    """Offer the names of the list, and files."""
+    from localbatch.models.catalog import load_catalog
+
+    names = [CompletionItem(name) for name in load_catalog() if name.startswith(begun)]
+    return [*names, CompletionItem(begun, type="file")]
 
 
 def fail(error: LocalbatchError) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from tqdm import tqdm
 
-from localbatch.cli.main import debug_option
+from localbatch.cli.main import debug_option, terminate_as_interrupt
 from localbatch.engine.inspect import describe
 from localbatch.models.catalog import is_present, known_entry, load_catalog, resolve_model
 from localbatch.models.download import pull as pull_model
@@ -42,9 +42,12 @@ def list_models() -> None:
 def pull(name: str, force: bool) -> None:
     """Fetch the model NAME, check it, and print where it is."""
     entry = known_entry(name)
-    with tqdm(
-        total=entry.size, unit="B", unit_scale=True, desc=name, leave=False, disable=None
-    ) as bar:
+    with (
+        terminate_as_interrupt(),
+        tqdm(
+            total=entry.size, unit="B", unit_scale=True, desc=name, leave=False, disable=None
+        ) as bar,
+    ):
 
         def report(done: int, _total: int) -> None:
             bar.update(done - bar.n)
@@ -55,8 +58,20 @@ def pull(name: str, force: bool) -> None:
 
 @models.command()
 @click.argument("model")
-@click.option("--rows", default=32, show_default=True, help="Rows in the batch, for the memory.")
-@click.option("--ctx", default=1024, show_default=True, help="Tokens of a row, for the memory.")
+@click.option(
+    "--rows",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Rows in the batch, for the memory.",
+)
+@click.option(
+    "--ctx",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    help="Tokens of a row, for the memory.",
+)
 @debug_option
 def info(model: str, rows: int, ctx: int) -> None:
     """Print what the GGUF file of MODEL says of itself, and what a batch needs in memory."""

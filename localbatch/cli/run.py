@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -15,7 +12,9 @@ from localbatch.cli.main import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_ROWS_FAILED,
+    complete_model,
     debug_option,
+    terminate_as_interrupt,
 )
 from localbatch.data.config import FlashAttention, KVLayout
 from localbatch.data.errors import ConfigError
@@ -83,24 +82,17 @@ def engine_options(command: Any) -> Any:
     return command
 
 
-@contextlib.contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C."""
-
-    def interrupt(_number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @click.command(short_help="Answer every prompt of a file.")
-@click.argument("model")
-@click.argument("source", metavar="INPUT")
-@click.option("-o", "--output", default="-", metavar="OUTPUT", help="JSONL file; - is stdout.")
+@click.argument("model", shell_complete=complete_model)
+@click.argument("source", metavar="INPUT", type=click.Path(allow_dash=True))
+@click.option(
+    "-o",
+    "--output",
+    default="-",
+    metavar="OUTPUT",
+    type=click.Path(allow_dash=True),
+    help="JSONL file; - is stdout.",
+)
 @sampling_options
 @click.option("--stop", multiple=True, help="End an answer before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens whatever the model says.")
@@ -174,7 +166,10 @@ def run(
             err=True,
         )
     if result.interrupted:
-        click.echo("interrupted; the rows finished so far are in the output", err=True)
+        kept = (
+            "the rows finished so far are in the output" if result.rows else "no row was finished"
+        )
+        click.echo(f"interrupted; {kept}", err=True)
         raise SystemExit(EXIT_INTERRUPTED)
     if result.error is not None:
         click.echo(f"Error: {result.error}", err=True)

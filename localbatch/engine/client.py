@@ -139,6 +139,8 @@ class WorkerClient:
 
     def _send(self, message: object) -> None:
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            raise EngineError("the model is closed; load it again")
         try:
             pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()

@@ -106,8 +106,11 @@ class Engine:
         if len(tokens) > limit:
             raise InputError(
                 f"has {len(tokens)} tokens, more than the context of {limit} (see --ctx)",
-                field="prompt" if request.prompt is not None else "messages",
+                field="prompt",
             )
+        unknown = [t for t in request.params.logit_bias if t >= self.backend.card.num_vocab]
+        if unknown:
+            raise InputError(f"token {unknown[0]} is not in the vocabulary", field="logit_bias")
         text = TextStream(self.backend.token_bytes, request.params.stop)
         return _Row(TokenSequence(request, tokens), text, time.perf_counter())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TypeAlias
 
@@ -188,6 +188,8 @@ def make_request(
         if raw or not prompt.strip():
             return Request(row_id, index, prompt=prompt, params=params)
         messages: list[Message] = [{"role": "user", "content": prompt}]
+    elif not isinstance(prompt, (list, tuple)) or not all(isinstance(m, Mapping) for m in prompt):
+        return Request(row_id, index, messages=prompt, params=params)  # refuses it in words
     else:
         messages = list(prompt)
     if system is not None and not any(message.get("role") == "system" for message in messages):
