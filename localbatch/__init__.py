@@ -1,22 +1,29 @@
 """Run many prompts through a local GGUF model by true batching on llama.cpp."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from localbatch._version import __version__
-from localbatch.data.errors import (
-    BindingError,
-    ConfigError,
-    DecodeError,
-    DownloadError,
-    EngineError,
-    InputError,
-    LocalbatchError,
-    ModelError,
-    OutputError,
-    WorkerError,
-)
-from localbatch.data.request import Completion, FinishReason, Message, Request, Timings, Usage
-from localbatch.data.sampling_params import SamplingParams
-from localbatch.engine.engine import TextPiece
-from localbatch.engine.llm import LLM
+
+if TYPE_CHECKING:
+    from localbatch.data.errors import (
+        BindingError,
+        ConfigError,
+        DecodeError,
+        DownloadError,
+        EngineError,
+        InputError,
+        LocalbatchError,
+        ModelError,
+        OutputError,
+        WorkerError,
+    )
+    from localbatch.data.request import Completion, FinishReason, Message, Request, Timings, Usage
+    from localbatch.data.sampling_params import SamplingParams
+    from localbatch.engine.engine import TextPiece
+    from localbatch.engine.llm import LLM
 
 __all__ = [
     "LLM",
@@ -40,3 +47,19 @@ __all__ = [
     "WorkerError",
     "__version__",
 ]
+
+_PLACES = {
+    "LLM": "engine.llm",
+    "TextPiece": "engine.engine",
+    "SamplingParams": "data.sampling_params",
+    **dict.fromkeys(
+        ("Completion", "FinishReason", "Message", "Request", "Timings", "Usage"), "data.request"
+    ),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is asked for, so that the commands start at once."""
+    if name not in __all__:
+        raise AttributeError(f"module 'localbatch' has no attribute {name!r}")
+    return getattr(import_module(f"localbatch.{_PLACES.get(name, 'data.errors')}"), name)
