@@ -6,25 +6,35 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
-from localbatch.models.catalog import load_catalog, model_path
+# Two threads of llama.cpp that spin for milliseconds take 20 times as long beside another process
+# (localbatch/engine/client.py); GNU's OpenMP reads this when llama.cpp is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+from localbatch.models.catalog import load_catalog, model_path, models_folder
 from tests import tiny_gguf
 
+hypothesis.settings.register_profile("localbatch", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("localbatch")
 
-@pytest.fixture(autouse=True)
+
+@pytest.fixture(scope="session", autouse=True)
 def _own_user_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the tests away from the user's settings and measurements."""
-    home = tmp_path_factory.getbasetemp() / "user"
+    """Keep the tests away from the user's settings and measurements; fetched models stay in reach.
+
+    For the whole session, so that fixtures of modules, which come before those of tests, have it.
+    """
+    home = tmp_path_factory.mktemp("user")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALBATCH_MODELS", os.environ.get("LOCALBATCH_MODELS") or str(_STORE))
+        patch.setenv("LOCALBATCH_MODELS", str(models_folder()))
         patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+        patch.setenv("APPDATA", str(home / "config"))
+        patch.setenv("LOCALAPPDATA", str(home / "cache"))
         patch.delenv("LOCALBATCH_DEBUG", raising=False)
         yield
-
-
-_STORE = model_path(load_catalog()["smollm2-135m"]).parent
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +47,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the path of a tiny model for each weight type."""
+    """Return the path of a tiny model for each weight type; K-quants come in blocks of 256."""
     folder = tmp_path_factory.mktemp("types")
     paths = {"f16": folder / "f16.gguf"}
     tiny_gguf.write(paths["f16"], embd=256, ff=512, vocab=512)
@@ -48,11 +58,13 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """Return the path of the real SmolLM2; the test fails if it is not there."""
-    path = Path(
-        os.environ.get("LOCALBATCH_TEST_MODEL") or _STORE / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
+def smollm2(_own_user_folders: None) -> Path:
+    """Return the path of the real SmolLM2; the test fails if it is not there.
+
+    `LOCALBATCH_TEST_MODEL` names another file.
+    """
+    own = os.environ.get("LOCALBATCH_TEST_MODEL")
+    path = Path(own) if own else model_path(load_catalog()["smollm2-135m"])
     if not path.exists():
         pytest.fail(f"{path} is missing; `make test` fetches it", pytrace=False)
     return path

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
+import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from llama_cpp import llama_cpp as lib
 
 from localbatch import BindingError, ModelError
 from localbatch.data.config import SchedulerConfig
-from localbatch.engine import binding
+from localbatch.engine import binding, numerics
 from localbatch.engine.backend import ContextConfig, Numerics
+from localbatch.engine.cache import cache_folder
 from localbatch.engine.llama import LlamaBackend
-from localbatch.engine.numerics import probe
 from localbatch.scheduler.plan import PlanRow
 from localbatch.scheduler.scheduler import Scheduler
 from localbatch.scheduler.sequence import Sequence
@@ -21,140 +28,293 @@ from tests import tiny_gguf
 from tests.factories import create_requests
 
 Bits = npt.NDArray[np.uint32]
-STEPS = 4
-LENGTHS = [5, 1, 2, 40, 3, 17, 64, 9, 30, 8, 4, 33]
+KINDS = sorted(tiny_gguf.FILE_TYPES)
+CELLS = 1024
 
 
-def prompt_of(index: int, length: int) -> list[int]:
-    return [7 + (index * 31 + place * 17) % 300 for place in range(length)]
+class Row(NamedTuple):
+    """A row of made-up tokens; the tokens of its answer are set beforehand, too."""
+
+    number: int
+    length: int
+    answer: int
+
+    def token(self, place: int) -> int:
+        """Return the token at a place of prompt and answer."""
+        return 7 + (self.number * 31 + place * place * 17) % 400
+
+    @property
+    def prompt(self) -> list[int]:
+        return [self.token(place) for place in range(self.length)]
+
+
+SHORT = [
+    Row(i, length, answer=3 + i % 4)
+    for i, length in enumerate([5, 1, 2, 40, 3, 17, 64, 9, 30, 8, 4, 33])
+]
+LONG = [Row(50 + i, length, answer=8) for i, length in enumerate([310, 520, 300, 700])]
+MORE = [Row(70 + i, 6 + i, answer=1 + i % 7) for i in range(24)]
 
 
 def logits_of(
-    backend: LlamaBackend, prompts: list[list[int]], num_slots: int, threads: int = 1
-) -> list[list[Bits]]:
-    """Run prompts to STEPS tokens each; returns the bits of each row's logits at each step.
+    backend: LlamaBackend, rows: list[Row], num_slots: int, threads: int = 1
+) -> dict[Row, list[Bits]]:
+    """Run rows as the engine does; returns the bits of each row's logits, token by token."""
+    backend.open(ContextConfig(num_slots, CELLS, pool_cells=None, chunk=512, threads=threads))
+    scheduler = Scheduler(SchedulerConfig(num_slots=num_slots, row_cells=CELLS))
+    by_index = dict(enumerate(rows))
+    seen: dict[Row, list[Bits]] = {row: [] for row in rows}
+    for index, row in by_index.items():
+        request = create_requests(1, first=index, max_tokens=row.answer)[0]
+        scheduler.add(Sequence(request, row.prompt))
 
-    The next token of a row is set by its place and step, so that rows can be compared.
-    """
-    config = ContextConfig(num_slots, row_cells=1024, pool_cells=None, chunk=512, threads=threads)
-    backend.open(config)
-    scheduler = Scheduler(SchedulerConfig(num_slots=num_slots, row_cells=1024))
-    requests = create_requests(len(prompts), max_tokens=STEPS)
-    sequences = [Sequence(r, tokens) for r, tokens in zip(requests, prompts, strict=True)]
-    place = {id(s): i for i, s in enumerate(sequences)}
-    seen: list[list[Bits]] = [[] for _ in prompts]
-
-    def choose(rows: list[PlanRow], logits: npt.NDArray[np.float32]) -> list[int]:
+    def choose(plan_rows: list[PlanRow], logits: npt.NDArray[np.float32]) -> list[int]:
         chosen = []
-        for row, values in zip(rows, logits, strict=True):
-            mine = seen[place[id(row.sequence)]]
-            mine.append(values.copy().view(np.uint32))
-            chosen.append(10 + (sum(row.sequence.tokens[:3]) + len(mine)) % 200)
+        for plan_row, values in zip(plan_rows, logits, strict=True):
+            row = by_index[plan_row.sequence.request.index]
+            seen[row].append(values.copy().view(np.uint32))
+            chosen.append(row.token(plan_row.sequence.num_tokens))
         return chosen
 
-    for sequence in sequences:
-        scheduler.add(sequence)
     while scheduler.has_work:
         plan = scheduler.schedule()
         scheduler.update(plan, backend.forward(plan, choose))  # type: ignore[arg-type]
     return seen
 
 
-def assert_same(expected: list[list[Bits]], actual: list[list[Bits]]) -> None:
-    for row, (one, other) in enumerate(zip(expected, actual, strict=True)):
-        assert len(one) == len(other) == STEPS
-        for step in range(STEPS):
-            assert np.array_equal(one[step], other[step]), f"row {row}, step {step}"
+def differences(expected: dict[Row, list[Bits]], actual: dict[Row, list[Bits]]) -> list[str]:
+    """Return where the bits of rows that are in both differ."""
+    return [
+        f"row {row.number}, token {i}"
+        for row in expected.keys() & actual.keys()
+        for i in range(row.answer)
+        if not np.array_equal(expected[row][i], actual[row][i])
+    ]
 
 
-@pytest.mark.parametrize("kind", sorted(tiny_gguf.FILE_TYPES))
-def test_logits_are_the_same_bits_in_any_batch(tiny_models: dict[str, Path], kind: str) -> None:
-    """Whatever the batch size, the neighbours (one of 700 tokens), the place and the threads."""
-    backend = LlamaBackend(str(tiny_models[kind]))
-    prompts = [prompt_of(i, length) for i, length in enumerate(LENGTHS)]
-    reference = logits_of(backend, prompts, num_slots=1)
-
-    for num_slots in (2, 3, 8, 9, 12):
-        assert_same(reference, logits_of(backend, prompts, num_slots, threads=1 + num_slots % 2))
-    many = [prompt_of(99, 700), *[prompt_of(50 + i, 20) for i in range(20)], *prompts]
-    assert_same(reference, logits_of(backend, many, num_slots=33)[21:])
-    backend.close()
+@pytest.fixture(params=KINDS)
+def backend(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Iterator[LlamaBackend]:
+    made = LlamaBackend(str(tiny_models[request.param]))
+    yield made
+    made.close()
 
 
-def test_logits_of_long_prompts_do_not_depend_on_the_batch(tiny_model: Path) -> None:
-    """Prompts around the border of a chunk, and of two."""
-    backend = LlamaBackend(str(tiny_model))
-    prompts = [prompt_of(i, length) for i, length in enumerate([511, 512, 513, 514, 700, 1000])]
-
-    reference = logits_of(backend, prompts, num_slots=1)
-
-    assert_same(reference, logits_of(backend, prompts, num_slots=4))
-    assert_same(reference[::-1], logits_of(backend, prompts[::-1], num_slots=6))
-    backend.close()
+def promises_nothing(backend: LlamaBackend) -> bool:
+    """Say whether the probe found that bits vary on this processor; the run says so, too."""
+    return backend.open(ContextConfig(1, CELLS, None, 512, threads=1)) is Numerics.VARIES
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_1", "f16"])
-def test_same_as_alone_means_a_context_of_one_sequence(
-    tiny_models: dict[str, Path], kind: str
-) -> None:
-    """Where the probe says so, logits have the bits of a plain single-sequence context."""
-    model = binding.Model(str(tiny_models[kind]))
-    numerics = probe(model, threads=1)
-    context = binding.Context(
-        model, binding.ContextShape(1, 256, 64, 64, threads=1, unified=True, flash_attention=False)
+class TestSameBits:
+    def test_in_any_batch(self, backend: LlamaBackend) -> None:
+        """Whatever the batch's size, the neighbours, the place and the number of threads.
+
+        The neighbours are up to 700 tokens long, so that llama.cpp attends to more cells than a
+        short row has; rows end apart, so that slots are left, moved and taken again.
+        """
+        if promises_nothing(backend):
+            pytest.skip("the probe found that bits vary with the batch")
+        alone = logits_of(backend, SHORT, num_slots=1)
+        shuffle = random.Random(4)
+
+        for num_slots in (2, 3, 5, 8, 9, 16, 33):
+            rows = [*SHORT, *LONG[:2], *(MORE if num_slots > 16 else [])]
+            shuffle.shuffle(rows)
+            found = logits_of(backend, rows, num_slots, threads=2 if num_slots in (3, 16) else 1)
+
+            assert found.keys() > alone.keys()
+            assert differences(alone, found) == [], f"{num_slots} slots"
+
+    def test_of_prompts_around_the_border_of_a_chunk(self, backend: LlamaBackend) -> None:
+        """Chunks are cut at the same places whatever is beside them."""
+        if promises_nothing(backend):
+            pytest.skip("the probe found that bits vary with the batch")
+        rows = [Row(i, n, answer=2) for i, n in enumerate([511, 512, 513, 700, 1])]
+        alone = logits_of(backend, rows, num_slots=1)
+
+        assert differences(alone, logits_of(backend, rows, num_slots=4)) == []
+        assert differences(alone, logits_of(backend, rows[::-1], num_slots=5, threads=2)) == []
+
+    def test_as_a_context_with_one_sequence(self, backend: LlamaBackend) -> None:
+        """Prompts have them on any processor; answers where the probe says "same as alone".
+
+        The 513th token of a prompt, which is alone behind a chunk, is computed as an answer's.
+        """
+        found = backend.open(ContextConfig(8, CELLS, None, 512, threads=1))
+        rows = [SHORT[0], SHORT[1], SHORT[2], Row(60, 511, 4), Row(61, 513, 4), LONG[3]]
+        batched = logits_of(backend, rows, num_slots=8)
+
+        for row in rows:
+            alone = raw_logits(backend, row)
+            if row.length != 513:
+                assert np.array_equal(alone[0], batched[row][0]), row
+            if found is Numerics.SAME_AS_ALONE:
+                assert differences({row: alone}, batched) == []
+
+
+def raw_logits(backend: LlamaBackend, row: Row) -> list[Bits]:
+    """Return a row's logits from a plain context, made and fed as llama.cpp's examples do it."""
+    params = lib.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = CELLS, 512, 512
+    params.n_threads = params.n_threads_batch = 1
+    params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    context = lib.llama_init_from_model(backend._model.handle, params)
+    seen = []
+    chunks = [row.prompt[i : i + 512] for i in range(0, row.length, 512)]
+    answer = [[row.token(row.length + i)] for i in range(row.answer - 1)]
+    for number, chunk in enumerate([*chunks, *answer]):
+        tokens = (ctypes.c_int32 * len(chunk))(*chunk)
+        assert lib.llama_decode(context, lib.llama_batch_get_one(tokens, len(chunk))) == 0
+        if number >= len(chunks) - 1:
+            last = lib.llama_get_logits_ith(context, -1)
+            values = np.ctypeslib.as_array(last, shape=(backend.card.num_vocab,))
+            seen.append(values.copy().view(np.uint32))
+    lib.llama_free(context)
+    return seen
+
+
+class TestNumerics:
+    def test_only_streams_on_the_cpu_promise_anything(self, tiny_model: Path) -> None:
+        """Unified rows and flash attention sum in the order of what is beside them."""
+        backend = LlamaBackend(str(tiny_model))
+        unified = ContextConfig(2, 256, pool_cells=512, chunk=512, threads=1)
+        flash = ContextConfig(2, 256, None, chunk=512, threads=1, flash_attention=True)
+
+        assert backend.open(unified) is Numerics.VARIES
+        assert backend.open(flash) is Numerics.VARIES
+        backend.close()
+
+    @pytest.mark.parametrize(
+        ("rows", "size"), [(1, 8), (7, 8), (8, 8), (9, 12), (12, 12), (33, 36), (255, 256)]
     )
-    prompt = prompt_of(0, 9)
-    alone = []
-    for start, tokens in ((0, prompt), (9, [10 + (sum(prompt[:3]) + 1) % 200])):
-        n = len(tokens)
-        context.tokens[:n], context.wants[:n] = tokens, 0
-        context.positions[:n] = np.arange(start, start + n)
-        context.set_slots(0, n, 0)
-        context.wants[n - 1] = 1
-        assert context.decode(n) == 0
-        alone.append(context.logits(1)[0].copy().view(np.uint32))
-    context.close()
-    model.close()
+    def test_padded_sizes(self, rows: int, size: int) -> None:
+        """The next multiple of 4, at least 8; never more than llama.cpp's 256 sequences."""
+        assert numerics.padded(rows) == size
 
-    backend = LlamaBackend(str(tiny_models[kind]))
-    batched = logits_of(backend, [prompt, *[prompt_of(i, 20) for i in range(1, 12)]], num_slots=12)
-    backend.close()
+    def test_are_measured_once(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A later run reads what was found; other threads, or another file, are measured anew."""
+        calls: list[int] = []
 
-    assert np.array_equal(alone[0], batched[0][0])
-    if numerics is Numerics.SAME_AS_ALONE:
-        assert np.array_equal(alone[1], batched[0][1])
+        def probe(_model: object, threads: int) -> Numerics:
+            calls.append(threads)
+            return Numerics.SAME_IN_ANY_BATCH
 
+        monkeypatch.setattr(numerics, "probe", probe)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tiny_model.parent / "once"))
+        model = binding.Model(str(tiny_model))
 
-def test_a_damaged_model_is_refused_with_llama_cpps_reason(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """The message names the file and says what is wrong with it."""
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(tiny_model.read_bytes()[:-1000])
+        found = [numerics.numerics_of(model, str(tiny_model), n) for n in (1, 1, 2, 1, 2)]
+        os.utime(tiny_model)
+        numerics.numerics_of(model, str(tiny_model), 1)
 
-    with pytest.raises(ModelError, match=r"cut\.gguf: .*not within the file bounds"):
-        LlamaBackend(str(cut))
+        assert found == [Numerics.SAME_IN_ANY_BATCH] * 5
+        assert calls == [1, 2, 1]
+        model.close()
 
+    @pytest.mark.parametrize("kept", ["not JSON", "[1]", None])
+    def test_damaged_measurements_are_measured_again(
+        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, kept: str | None
+    ) -> None:
+        """A cache is never a reason to fail, nor an answer that isn't one."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tiny_model.parent / "damaged"))
+        model = binding.Model(str(tiny_model))
+        expected = numerics.numerics_of(model, str(tiny_model), 1)
+        file = cache_folder() / "measured.json"
+        key = next(iter(json.loads(file.read_text())))
 
-def test_a_binding_without_a_field_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A structure that lacks a field would be written at the wrong place."""
+        file.write_text(kept if kept is not None else json.dumps({key: "nonsense"}))
 
-    class Other:
-        _fields_ = [("n_ctx", int)]  # noqa: RUF012 - as ctypes has it
-
-    monkeypatch.setattr(binding.lib, "llama_context_params", Other)
-
-    with pytest.raises(BindingError, match=r"does not fit \(llama_context_params lacks .*n_batch"):
-        binding.check_binding()
+        assert numerics.numerics_of(model, str(tiny_model), 1) is expected
+        assert json.loads(file.read_text()) == {key: expected.value}
+        model.close()
 
 
-def test_a_binding_with_shifted_fields_is_refused_in_words(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Documented defaults that are not in their places mean another layout."""
-    params = binding.lib.llama_context_default_params()
-    params.n_batch = 0
-    monkeypatch.setattr(binding.lib, "llama_context_default_params", lambda: params)
+class TestModels:
+    def test_a_cut_off_file_is_refused_with_llama_cpps_reason(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        """The message names the file and says what is wrong with it."""
+        cut = tmp_path / "cut.gguf"
+        cut.write_bytes(tiny_model.read_bytes()[:-1000])
 
-    with pytest.raises(BindingError, match="llama_context_params reads as"):
-        binding.check_binding()
+        with pytest.raises(ModelError, match=r"cut\.gguf: .*not within the file bounds"):
+            LlamaBackend(str(cut))
+
+    def test_a_model_says_what_it_is(self, tiny_model: Path) -> None:
+        """The card holds what tests/tiny_gguf.py wrote.
+
+        KV cache: 2 layers x 2 KV heads x 16 numbers x 2 (key and value) x 2 bytes = 256.
+        """
+        backend = LlamaBackend(str(tiny_model))
+        card = backend.card
+
+        assert (card.architecture, card.max_ctx, card.num_vocab) == ("llama", 2048, 448)
+        assert (card.bos_token, card.eos_token, card.end_tokens) == (1, 2, frozenset({2}))
+        assert (card.adds_bos, card.chat_template) == (True, tiny_gguf.CHAT_TEMPLATE)
+        assert card.kv_bytes_per_cell == 256
+        assert card.file_bytes == tiny_model.stat().st_size
+        assert card.metadata["general.name"] == "tiny random model"
+        backend.close()
+
+    def test_a_token_of_any_length_has_all_its_bytes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Longer than the first buffer."""
+        monkeypatch.setattr(tiny_gguf, "WORDS", ["é" * 300, "short"])
+        path = tmp_path / "long.gguf"
+        tiny_gguf.write(path)
+        backend = LlamaBackend(str(path))
+
+        # Behind 6 control tokens and 256 bytes.
+        assert backend.token_bytes(262).decode() == " " + "é" * 300
+        assert backend.token_bytes(263) == b" short"
+        backend.close()
+
+
+class TestBinding:
+    def test_this_one_fits(self) -> None:
+        """The version that is installed is the one that is tested here."""
+        assert binding.check_binding().startswith("0.3.")
+
+    def test_without_a_field_is_refused_in_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A structure that lacks a field would be written at the wrong place."""
+
+        class Other(ctypes.Structure):
+            _fields_ = [
+                field for field in lib.llama_context_params._fields_ if field[0] != "kv_unified"
+            ]
+
+        monkeypatch.setattr(binding.lib, "llama_context_params", Other)
+
+        with pytest.raises(BindingError) as refused:
+            binding.check_binding()
+
+        version = binding.llama_cpp.__version__
+        assert str(refused.value) == (
+            f"llama-cpp-python {version} does not fit (llama_context_params lacks kv_unified); "
+            f"install {binding.SUPPORTED}"
+        )
+
+    @pytest.mark.parametrize("name", ["llama_batch", "llama_decode"])
+    def test_without_a_name_is_refused_in_words(
+        self, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        """A structure or a function that is gone."""
+        monkeypatch.delattr(binding.lib, name)
+
+        with pytest.raises(BindingError, match=rf"does not fit \((no )?{name}"):
+            binding.check_binding()
+
+    def test_with_shifted_fields_is_refused_in_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Documented defaults that are not in their places mean another layout."""
+        real = lib.llama_context_default_params()
+        fields = lib.llama_context_params._fields_
+
+        class Shifted(ctypes.Structure):
+            _fields_ = [("new", ctypes.c_uint32), *fields]
+
+        memory = ctypes.create_string_buffer(bytes(real), ctypes.sizeof(Shifted))
+        shifted = Shifted.from_buffer(memory)
+        monkeypatch.setattr(binding.lib, "llama_context_default_params", lambda: shifted)
+
+        with pytest.raises(BindingError, match=r"llama_context_params reads as \(2048, 512, "):
+            binding.check_binding()

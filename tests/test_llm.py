@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localbatch import (
@@ -22,6 +25,9 @@ from localbatch import (
     WorkerError,
 )
 from localbatch.engine.client import WINDOW
+from tests import tiny_gguf
+
+pytestmark = pytest.mark.timeout(60)
 
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 
@@ -39,6 +45,16 @@ def test_generate_returns_answers_in_order(fake: LLM, capfd: pytest.CaptureFixtu
     assert [c.index for c in done] == list(range(30))
     assert {5} == {c.usage.completion_tokens for c in done}
     assert capfd.readouterr() == ("", "")
+
+
+def test_generate_gives_each_prompt_its_own_settings(fake: LLM) -> None:
+    """One for each prompt; too few of them are the caller's mistake, and no run is left behind."""
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 1, 2)]
+
+    assert [len(c.token_ids) for c in fake.generate(["a", "b", "c"], params)] == [3, 1, 2]
+    with pytest.raises(ConfigError, match="params: 3 of them, fewer than prompts"):
+        fake.generate(["a", "b", "c", "d"], params)
+    assert [len(c.token_ids) for c in fake.generate(["a"])] != [0]
 
 
 def test_each_completion_comes_as_it_ends(fake: LLM) -> None:
@@ -62,6 +78,21 @@ def test_streamed_pieces_are_the_text(fake: LLM) -> None:
 
     assert completion is not None
     assert text == completion.text
+
+
+def test_pieces_of_many_rows_are_told_apart_by_their_row(fake: LLM) -> None:
+    """Each piece names its row, and no piece comes behind the row's completion."""
+    texts: dict[int, str] = {}
+    done: dict[int, str] = {}
+    for event in fake.stream([f"prompt {i}" for i in range(20)], SamplingParams(max_tokens=20)):
+        if isinstance(event, TextPiece):
+            assert event.row not in done
+            texts[event.row] = texts.get(event.row, "") + event.text
+        else:
+            done[event.index] = event.text
+
+    assert sorted(done) == list(range(20))
+    assert done == {index: texts.get(index, "") for index in done}
 
 
 def test_prompts_may_be_messages_or_text(fake: LLM) -> None:
@@ -176,9 +207,6 @@ def test_a_killed_worker_is_noticed_at_once() -> None:
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     """A parent killed outright leaves no process behind."""
-    import subprocess
-    import sys
-
     code = (
         "from localbatch import LLM; llm = LLM('fake', backend='fake');"
         "print(llm._client.pid, flush=True); import time; time.sleep(60)"
@@ -221,18 +249,77 @@ def test_a_file_that_is_no_model_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+def test_a_cut_off_model_is_refused_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    """By llama.cpp, with its reason, and no process is left."""
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(tiny_model.read_bytes()[:-1000])
+    children = psutil.Process().children()
+
+    with pytest.raises(ModelError, match=r"cut\.gguf: llama\.cpp can't load it: ") as refused:
+        LLM(str(path))
+
+    assert "not within the file bounds" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert psutil.Process().children() == children
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/no/such/model.gguf", r"^/no/such/model\.gguf: there is no such file$"),
+        ("smollm2-135n", "did you mean smollm2-135m"),
+        ("/", "is a folder"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_in_one_line(model: str, message: str) -> None:
+    """Paths and names alike."""
+    with pytest.raises(ModelError, match=message) as refused:
+        LLM(model)
+
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_without_a_template_takes_raw_prompts_only(tmp_path: Path) -> None:
+    """The worker's refusal reaches the caller as it is."""
+    path = tmp_path / "base.gguf"
+    tiny_gguf.write(path, template=None)
+    with LLM(str(path), threads=1) as llm:
+        assert [c.error for c in llm.generate(["x"], SHORT, raw=True)] == [None]
+
+        with pytest.raises(ConfigError, match=r"no chat template .*--raw"):
+            llm.generate(["x"], SHORT)
+
+
 def test_settings_out_of_range_are_refused() -> None:
     """Before a process is started, naming the setting."""
     with pytest.raises(ConfigError, match="parallel: must be"):
         LLM("fake", backend="fake", parallel=0)
-    with pytest.raises(ConfigError, match="backend"):
+    with pytest.raises(ConfigError, match="backend: must be 'llama' or 'fake', not 'other'"):
         LLM("fake", backend="other")
+    with pytest.raises(ConfigError, match="'sideways' is not a valid KVLayout"):
+        LLM("fake", backend="fake", kv_layout="sideways")
+    with pytest.raises(ConfigError, match="system: goes with the chat template, not with raw"):
+        LLM.generate(object.__new__(LLM), ["x"], raw=True, system="s")
     with pytest.raises(ConfigError, match="not one string"):
         LLM.iter_completions(object.__new__(LLM), "one string")
 
 
-def test_a_real_model_answers_through_the_worker(tiny_model: Path) -> None:
-    """A tiny model of random weights: both layouts, and the same greedy answers in streams."""
+def test_leaving_the_context_ends_the_process() -> None:
+    """At once, not when the object is collected."""
+    with LLM("fake", backend="fake") as llm:
+        worker = psutil.Process(llm._client.pid)
+        assert worker.is_running()
+
+    assert not worker.is_running()
+
+
+def test_a_real_model_answers_through_the_worker(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A tiny model of random weights: both layouts, and the same greedy answers in streams.
+
+    Nothing that llama.cpp says is printed.
+    """
     prompts = [f"the {word} of" for word in ("it", "on", "are", "as", "was")]
     answers = {}
     for parallel in (1, 4):
@@ -243,3 +330,4 @@ def test_a_real_model_answers_through_the_worker(tiny_model: Path) -> None:
 
     assert answers[1] == answers[4]
     assert [c.error for c in unified if isinstance(c, Completion)] == [None] * 5
+    assert capfd.readouterr() == ("", "")

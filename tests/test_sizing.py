@@ -3,46 +3,140 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from localbatch.data.config import EngineConfig
+from localbatch.data.config import EngineConfig, FlashAttention, KVLayout
 from localbatch.data.errors import ConfigError
+from localbatch.engine import sizing
+from localbatch.engine.backend import ContextConfig
 from localbatch.engine.fake import FakeBackend
-from localbatch.engine.sizing import fit_context, kv_bytes, wanted_slots
+from localbatch.engine.sizing import CPU_SLOTS, GPU_SLOTS, fit_context, kv_bytes, wanted_slots
 
-CARD = replace(FakeBackend().card, kv_bytes_per_cell=1 << 20)  # a MiB a token
-GIB = 1 << 30
-
-
-def test_cells_are_rounded_up_to_256() -> None:
-    """llama.cpp hands out cells by 256."""
-    context = fit_context(EngineConfig("m", threads=1), CARD, 2, 300, on_gpu=False, memory=8 * GIB)
-
-    assert (context.num_slots, context.row_cells) == (2, 512)
-    assert kv_bytes(CARD, 2, 512) == 2 * 512 * (1 << 20)
+MIB, GIB = 1 << 20, 1 << 30
+CARD = replace(FakeBackend().card, kv_bytes_per_cell=MIB)  # a MiB a token
 
 
-def test_batch_shrinks_to_the_memory_there_is() -> None:
-    """Of 4 GiB 0.8 may be used: 3,276.8 MiB hold 6 rows of 512 MiB."""
-    context = fit_context(EngineConfig("m"), CARD, 32, 512, on_gpu=False, memory=4 * GIB)
+def fit(
+    slots: int, cells: int, memory: int, *, on_gpu: bool = False, **settings: Any
+) -> ContextConfig:
+    config = EngineConfig("m", **{"threads": 1, **settings})
+    return fit_context(config, CARD, slots, cells, on_gpu, memory)
 
-    assert context.num_slots == 6
 
+class TestFitContext:
+    def test_the_whole_context_by_hand(self) -> None:
+        """Two rows of 300 tokens: cells by 256, chunks of 512, no flash attention on the CPU."""
+        assert fit(2, 300, memory=8 * GIB) == ContextConfig(
+            num_slots=2, row_cells=512, pool_cells=None, chunk=512, threads=1, flash_attention=False
+        )
 
-def test_a_batch_asked_for_that_does_not_fit_is_refused_with_the_numbers() -> None:
-    """The message has the arithmetic and the largest setting that fits."""
-    with pytest.raises(ConfigError) as refused:
-        fit_context(EngineConfig("m", parallel=8), CARD, 8, 512, on_gpu=False, memory=4 * GIB)
+    @pytest.mark.parametrize(("cells", "rounded"), [(1, 256), (256, 256), (257, 512), (512, 512)])
+    def test_cells_are_rounded_up_to_256(self, cells: int, rounded: int) -> None:
+        """llama.cpp hands out cells by 256."""
+        assert fit(1, cells, memory=GIB).row_cells == rounded
 
-    assert str(refused.value) == (
-        "the KV cache would take 8 rows x 512 tokens = 4,096 MiB, but only 3,277 MiB may be used; "
-        "try --parallel 6"
+    def test_kv_bytes(self) -> None:
+        """Rows x cells x bytes of a cell: 2 x 512 x 1 MiB = 1 GiB."""
+        assert kv_bytes(CARD, 2, 512) == GIB
+
+    @pytest.mark.parametrize(
+        ("memory", "slots"), [(4 * GIB, 6), (640 * MIB, 1), (1280 * MIB - 2, 1), (1280 * MIB, 2)]
     )
+    def test_the_batch_shrinks_to_the_memory_there_is(self, memory: int, slots: int) -> None:
+        """Of 4 GiB 0.8 may be used: 3,276.8 MiB hold 6 rows of 512 MiB; 0.8 x 1,280 is two."""
+        assert fit(32, 512, memory).num_slots == slots
+
+    def test_a_batch_asked_for_that_does_not_fit_is_refused_with_the_numbers(self) -> None:
+        """The message has the arithmetic and the largest setting that fits."""
+        with pytest.raises(ConfigError) as refused:
+            fit(8, 512, memory=4 * GIB, parallel=8)
+
+        assert str(refused.value) == (
+            "the KV cache would take 8 rows x 512 tokens = 4,096 MiB, "
+            "but only 3,277 MiB may be used; try --parallel 6"
+        )
+
+    @pytest.mark.parametrize("settings", [{}, {"parallel": 1}])
+    def test_memory_for_not_even_one_row_is_refused(self, settings: dict[str, Any]) -> None:
+        """Fewer rows are no help then."""
+        with pytest.raises(ConfigError) as refused:
+            fit(1, 512, memory=512 * MIB, **settings)
+
+        assert str(refused.value) == (
+            "the KV cache would take 1 rows x 512 tokens = 512 MiB, "
+            "but only 410 MiB may be used; try a smaller --ctx or --max-tokens"
+        )
+
+    def test_memory_left_out_is_that_of_the_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And threads left out are the cores that may be used."""
+        monkeypatch.setattr(sizing, "available_memory", lambda: 4 * GIB)
+        monkeypatch.setattr(sizing, "usable_threads", lambda: 7)
+
+        context = fit_context(EngineConfig("m"), CARD, 32, 512, on_gpu=False)
+
+        assert (context.num_slots, context.threads) == (6, 7)
+
+    def test_memory_of_the_machine_says_nothing_of_a_gpu(self) -> None:
+        """There llama.cpp itself finds out."""
+        assert fit(32, 512, memory=MIB, on_gpu=True, parallel=32).num_slots == 32
+
+    @pytest.mark.parametrize(
+        ("setting", "on_gpu", "flash"),
+        [("auto", False, False), ("auto", True, True), ("on", False, True), ("off", True, False)],
+    )
+    def test_flash_attention(self, setting: str, on_gpu: bool, flash: bool) -> None:
+        """Left open, it is on with a GPU only."""
+        context = fit(1, 1, GIB, on_gpu=on_gpu, flash_attention=FlashAttention(setting))
+
+        assert context.flash_attention is flash
 
 
-def test_slots_are_at_most_the_rows() -> None:
-    """Three rows need three slots; more rows than the default get the default."""
-    assert wanted_slots(EngineConfig("m"), 3, on_gpu=False) == 3
-    assert wanted_slots(EngineConfig("m"), 1000, on_gpu=False) == 64
-    assert wanted_slots(EngineConfig("m", parallel=2), 1000, on_gpu=False) == 2
+class TestUnified:
+    def test_the_pool_left_out_holds_every_row(self) -> None:
+        """Six rows of 512 cells are what fits."""
+        context = fit(32, 512, memory=4 * GIB, kv_layout=KVLayout.UNIFIED)
+
+        assert (context.num_slots, context.row_cells, context.pool_cells) == (6, 512, 3072)
+
+    def test_a_pool_asked_for_is_what_counts(self) -> None:
+        """Sixteen rows of 512 cells would not fit, but 3,000 cells, rounded to 3,072, do."""
+        settings = {"kv_layout": KVLayout.UNIFIED, "kv_cells": 3000, "parallel": 16}
+
+        context = fit(16, 512, memory=4 * GIB, **settings)
+
+        assert (context.num_slots, context.row_cells, context.pool_cells) == (16, 512, 3072)
+
+    def test_a_row_is_no_longer_than_the_pool(self) -> None:
+        """One that wants more ends when the pool does."""
+        context = fit(2, 2000, memory=4 * GIB, kv_layout=KVLayout.UNIFIED, kv_cells=300)
+
+        assert (context.row_cells, context.pool_cells) == (512, 512)
+
+    @pytest.mark.parametrize(("memory", "advice"), [(4 * GIB, "--kv-cells 3072"), (MIB, "model")])
+    def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(
+        self, memory: int, advice: str
+    ) -> None:
+        """3,276.8 MiB hold 3,072 tokens, in steps of 256."""
+        with pytest.raises(ConfigError) as refused:
+            fit(2, 512, memory, kv_layout=KVLayout.UNIFIED, kv_cells=3300)
+
+        share = f"{memory * 0.8 / MIB:,.0f}"
+        assert str(refused.value).startswith(
+            f"the KV cache would take 3328 tokens = 3,328 MiB, but only {share} MiB may be used; "
+        )
+        assert str(refused.value).endswith(advice)
+
+
+class TestWantedSlots:
+    def test_are_at_most_the_rows(self) -> None:
+        """Three rows need three slots; not even no rows need none."""
+        assert wanted_slots(EngineConfig("m"), 3, on_gpu=False) == 3
+        assert wanted_slots(EngineConfig("m"), 0, on_gpu=False) == 1
+
+    def test_are_the_default_or_what_was_asked_for(self) -> None:
+        """A GPU takes more rows at a time."""
+        assert wanted_slots(EngineConfig("m"), 1000, on_gpu=False) == CPU_SLOTS
+        assert wanted_slots(EngineConfig("m"), 1000, on_gpu=True) == GPU_SLOTS > CPU_SLOTS
+        assert wanted_slots(EngineConfig("m", parallel=2), 1000, on_gpu=True) == 2
