@@ -87,9 +87,12 @@ class SchedulerConfig:
     """Prompt chunks end at multiples of this position, whatever else is in the step."""
     max_step_tokens: int = 2048
     """Prompt tokens in one step, over all sequences; at least one chunk."""
+    num_prefix_slots: int = 0
+    """Further slots, above the others, for prefixes that sequences share."""
 
     def __post_init__(self) -> None:
         _range("num_slots", self.num_slots, 1, MAX_SLOTS)
+        _range("num_prefix_slots", self.num_prefix_slots, 0, MAX_SLOTS - self.num_slots)
         _range("row_cells", self.row_cells, 1, 2**31 - 1)
         _range("chunk", self.chunk, 1, 2**31 - 1)
         _range("max_step_tokens", self.max_step_tokens, self.chunk, 2**31 - 1)

@@ -59,6 +59,8 @@ class ContextConfig:
     """Most prompt tokens computed in one pass."""
     threads: int
     flash_attention: bool = False
+    num_prefix_slots: int = 0
+    """Slots above the others that only ever are the source or the target of copies."""
 
 
 class Numerics(Enum):
@@ -89,6 +91,13 @@ class Backend(Protocol):
 
     def open(self, config: ContextConfig) -> Numerics:
         """Make the context, replacing an earlier one."""
+        ...
+
+    def sibling(self) -> Backend:
+        """Return a backend with a context of its own on the same loaded model.
+
+        It may compute in another thread, must be closed first, and leaves the model loaded.
+        """
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:

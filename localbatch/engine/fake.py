@@ -38,6 +38,10 @@ class FakeBackend:
         self._config: ContextConfig | None = None
         self._slots: list[list[int]] = []
 
+    def sibling(self) -> FakeBackend:
+        """Return another one; there is no model to share."""
+        return FakeBackend(self._step_s)
+
     def open(self, config: ContextConfig) -> Numerics:
         """Make empty slots."""
         self._config = config
@@ -63,6 +67,8 @@ class FakeBackend:
         for source, target in plan.moves:
             self._slots[self._slot_number(target)] = self._slot(source)
             self._slots[source] = []
+        for source, target, length in plan.copies:
+            self._copy(source, target, length)
         wanting = []
         for row in plan.rows:
             self._extend(row.slot, row.start, row.tokens)
@@ -76,7 +82,8 @@ class FakeBackend:
     def clear(self) -> None:
         """Empty all slots."""
         assert self._config is not None
-        self._slots = [[] for _ in range(self._config.num_slots)]
+        slots = self._config.num_slots + self._config.num_prefix_slots
+        self._slots = [[] for _ in range(slots)]
 
     def close(self) -> None:
         """Forget everything."""
@@ -89,6 +96,12 @@ class FakeBackend:
 
     def _slot(self, slot: int) -> list[int]:
         return self._slots[self._slot_number(slot)]
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        cells = self._slot(source)
+        if len(cells) < length:
+            raise DecodeError(f"slot {source} holds {len(cells)} tokens, not {length}", -1)
+        self._slots[self._slot_number(target)] = cells[:length]
 
     def _extend(self, slot: int, start: int, tokens: list[int]) -> None:
         assert self._config is not None

@@ -38,22 +38,34 @@ class LlamaBackend:
     ) -> None:
         on_gpu = binding.supports_gpu() and gpu_layers != 0
         layers = (-1 if gpu_layers is None else gpu_layers) if on_gpu else 0
-        self._model = binding.Model(model, gpu_layers=layers, metadata_only=metadata_only)
-        if not self._model.is_text_generator:
-            self._model.close()
+        loaded = binding.Model(model, gpu_layers=layers, metadata_only=metadata_only)
+        if not loaded.is_text_generator:
+            loaded.close()
             raise ModelError(f"{model}: this is not a model that generates text row by row")
-        self.on_gpu = on_gpu
-        self._path = model
-        self.card = model_card(self._model, model)
+        self._use(loaded, model, model_card(loaded, model), on_gpu=on_gpu)
+        self._owns_model = True
+
+    def _use(self, model: binding.Model, path: str, card: ModelCard, *, on_gpu: bool) -> None:
+        """Start without a context on a loaded model."""
+        self.card, self.on_gpu = card, on_gpu
+        self._model, self._path = model, path
+        self._owns_model = False
         self._context: binding.Context | None = None
         self._config: ContextConfig | None = None
         self._pads = False
+        self._num_padding = 0
         self._past_decode_s = 0.0
 
     @property
     def decode_s(self) -> float:
         """Seconds spent in `llama_decode`, all contexts together."""
         return self._past_decode_s + (self._context.decode_s if self._context else 0.0)
+
+    def sibling(self) -> LlamaBackend:
+        """Return a backend with a context of its own on the same loaded model."""
+        sibling = LlamaBackend.__new__(LlamaBackend)
+        sibling._use(self._model, self._path, self.card, on_gpu=self.on_gpu)
+        return sibling
 
     def open(self, config: ContextConfig) -> Numerics:
         """Make the context; on the CPU in streams, find out what keeps a row's bits its own."""
@@ -64,6 +76,7 @@ class LlamaBackend:
         if exact:
             numerics = numerics_of(self._model, self._path, config.threads)
         self._pads = numerics is Numerics.SAME_IN_ANY_BATCH
+        self._num_padding = padded(config.num_slots) - config.num_slots if self._pads else 0
         self._context = binding.Context(self._model, self._shape(config))
         if self._context.n_ctx_seq < config.row_cells:
             raise DecodeError(
@@ -73,7 +86,7 @@ class LlamaBackend:
 
     def _shape(self, config: ContextConfig) -> binding.ContextShape:
         streams = config.pool_cells is None
-        n_seq_max = padded(config.num_slots) if self._pads else config.num_slots
+        n_seq_max = config.num_slots + self._num_padding + config.num_prefix_slots
         return binding.ContextShape(
             n_seq_max=n_seq_max,
             n_ctx=config.row_cells * n_seq_max if config.pool_cells is None else config.pool_cells,
@@ -104,6 +117,11 @@ class LlamaBackend:
             context.remove(target)
             context.copy(source, target)
             context.remove(source)
+        for source, target, length in plan.copies:
+            source, target = self._sequence_id(source), self._sequence_id(target)
+            context.remove(target)
+            context.copy(source, target)
+            context.remove(target, length)
         tokens: list[int | None] = []
         for rows in self._calls(plan.rows):
             tokens += self._compute(context, rows, sample)
@@ -114,8 +132,14 @@ class LlamaBackend:
         assert self._config is not None
         slots = [row.slot for row in plan.rows] + plan.releases
         slots += [slot for move in plan.moves for slot in move]
-        if slots and not 0 <= min(slots) <= max(slots) < self._config.num_slots:
-            raise DecodeError(f"a slot is outside of 0..{self._config.num_slots - 1}", -1)
+        _check_range(slots, self._config.num_slots)
+        copied = [slot for copy in plan.copies for slot in copy[:2]]
+        _check_range(copied, self._config.num_slots + self._config.num_prefix_slots)
+
+    def _sequence_id(self, slot: int) -> int:
+        """Return llama.cpp's id of a slot; prefixes lie above the slots that padding may use."""
+        assert self._config is not None
+        return slot if slot < self._config.num_slots else slot + self._num_padding
 
     def _calls(self, rows: Sequence[PlanRow]) -> Iterator[Sequence[PlanRow]]:
         """Split rows, in order, into the batches of one `llama_decode` each."""
@@ -156,9 +180,10 @@ class LlamaBackend:
         self._opened().clear()
 
     def close(self) -> None:
-        """Free context and model."""
+        """Free the context, and the model with its first backend."""
         self._close_context()
-        self._model.close()
+        if self._owns_model:
+            self._model.close()
 
     def _close_context(self) -> None:
         if self._context is not None:
@@ -169,6 +194,11 @@ class LlamaBackend:
     def _opened(self) -> binding.Context:
         assert self._context is not None, "open() comes first"
         return self._context
+
+
+def _check_range(slots: Sequence[int], num_slots: int) -> None:
+    if slots and not 0 <= min(slots) <= max(slots) < num_slots:
+        raise DecodeError(f"a slot is outside of 0..{num_slots - 1}", -1)
 
 
 def _fill_decode(context: binding.Context, rows: Sequence[PlanRow]) -> int:

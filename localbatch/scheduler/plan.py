@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from localbatch.scheduler.sequence import Sequence
@@ -31,14 +31,23 @@ class Move(NamedTuple):
     target: int
 
 
+class Copy(NamedTuple):
+    """Slot `target` gets the first `length` cells of slot `source`, and nothing else."""
+
+    source: int
+    target: int
+    length: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: first `releases`, then `moves`, then `rows`."""
+    """One step: first `releases`, then `moves`, then `copies` in their order, then `rows`."""
 
     rows: list[PlanRow]
     moves: list[Move]
     releases: list[int]
     """Slots whose cells are to be freed; a row with `start == 0` finds its slot empty."""
+    copies: list[Copy] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.rows)

@@ -8,13 +8,17 @@ from collections.abc import Sequence as SequenceOf
 
 from localbatch.data.config import SchedulerConfig
 from localbatch.data.request import FinishReason
-from localbatch.scheduler.plan import Move, PlanRow, StepPlan
+from localbatch.scheduler.plan import Copy, Move, PlanRow, StepPlan
+from localbatch.scheduler.prefixes import PrefixSlots
 from localbatch.scheduler.sequence import Sequence, SequenceStatus
 from localbatch.scheduler.slots import SlotPool
 
 
 class Scheduler:
     """Continuous batching over a fixed number of slots.
+
+    Sequences that begin alike wait until the first of them has computed the common part, and start
+    from a copy of it.
 
     There are no phases: each running sequence's `num_computed` chases its `num_tokens`, and one
     rule serves fresh prompts, long prompts in chunks, and sequences that lost their cells.
@@ -28,7 +32,9 @@ class Scheduler:
         self.num_preempted = 0
         self._end_tokens = frozenset(end_tokens)
         self._slots = SlotPool(config.num_slots, config.pool_cells)
+        self._prefixes = PrefixSlots(config.num_slots, config.num_prefix_slots)
         self._releases: list[int] = []
+        self._copies: list[Copy] = []
         self._mixes = config.pool_cells is not None
 
     @property
@@ -55,6 +61,8 @@ class Scheduler:
         so that how a row is cut never depends on its neighbours.
         """
         preempted = self._make_room()
+        for sequence, slot, length in self._prefixes.save():
+            self._copies.append(Copy(_slot_of(sequence), slot, length))
         rows = self._catch_up(admit=not preempted)
         moves: list[Move] = []
         if not rows or self._mixes:
@@ -64,7 +72,8 @@ class Scheduler:
             # By slot: llama.cpp computes streams together only while their ids ascend by one.
             rows += [self._decode_row(s) for s in sorted(decoding, key=_slot_of)]
         releases, self._releases = self._releases, []
-        return StepPlan(rows, moves, releases)
+        copies, self._copies = self._copies, []
+        return StepPlan(rows, moves, releases, copies)
 
     def update(self, plan: StepPlan, tokens: SequenceOf[int | None]) -> list[Sequence]:
         """Take in a computed step.
@@ -114,6 +123,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if slots, cells or states contradict each other."""
         self._slots.check_integrity()
+        self._prefixes.check_integrity(self.running)
         assert {s.slot for s in self.running} == self._slots.in_use, "slots in use"
         assert all(s.status is SequenceStatus.RUNNING for s in self.running), "running"
         assert all(s.status is SequenceStatus.WAITING and s.slot is None for s in self.waiting)
@@ -149,7 +159,7 @@ class Scheduler:
     def _admit(self) -> bool:
         """Start the first waiting sequence if a slot and cells are free."""
         sequence = self.waiting[0]
-        if self._shortage([*self.running, sequence]) > 0:
+        if self._shortage([*self.running, sequence]) > 0 or self._prefixes.must_wait(sequence):
             return False
         slot = self._slots.take()
         if slot is None:
@@ -158,6 +168,11 @@ class Scheduler:
         sequence.slot = slot
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
+        source, length = self._prefixes.start(sequence)
+        if length:
+            self._copies.append(Copy(source, slot, length))
+            self._slots.grow(slot, length)
+            sequence.num_computed = length
         return True
 
     def _catch_up(self, *, admit: bool) -> list[PlanRow]:
@@ -170,16 +185,18 @@ class Scheduler:
                 rows.append(self._row(sequence, length, is_prefill=True))
                 budget -= length
         while admit and self.waiting:
-            length = self._chunk_length(self.waiting[0])
-            if length > budget or not self._admit():
+            if self._chunk_length(self.waiting[0]) > budget or not self._admit():
                 break
+            length = self._chunk_length(self.running[-1])
             rows.append(self._row(self.running[-1], length, is_prefill=True))
             budget -= length
         return rows
 
     def _chunk_length(self, sequence: Sequence) -> int:
         start, chunk = sequence.num_computed, self.config.chunk
-        return min(sequence.num_tokens, (start // chunk + 1) * chunk) - start
+        ends = [sequence.num_tokens, (start // chunk + 1) * chunk]
+        ends += [end for end in self._prefixes.ends_within(sequence) if end > start]
+        return min(ends) - start
 
     def _decode_row(self, sequence: Sequence) -> PlanRow:
         return self._row(sequence, 1, is_prefill=False)
@@ -208,6 +225,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
+        self._prefixes.drop(sequence)
         self._slots.give_back(sequence.slot)
         self._releases.append(sequence.slot)
         sequence.slot = None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from localbatch.data.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from localbatch.scheduler.prefixes import Prefix
 
 
 class SequenceStatus(Enum):
@@ -23,8 +27,8 @@ class Sequence:
     the logits of the last token give the next one.
     """
 
-    __slots__ = ("finish_reason", "num_computed", "num_prompt", "request", "slot", "status",
-                 "tokens")  # fmt: skip
+    __slots__ = ("finish_reason", "num_computed", "num_prompt", "prefixes", "request", "slot",
+                 "status", "tokens")  # fmt: skip
 
     def __init__(self, request: Request, prompt_tokens: list[int]) -> None:
         if not prompt_tokens:
@@ -33,6 +37,7 @@ class Sequence:
         self.tokens = list(prompt_tokens)
         self.num_prompt = len(prompt_tokens)
         self.num_computed = 0
+        self.prefixes: tuple[Prefix, ...] = ()  # shared with other sequences, shortest first
         self.slot: int | None = None
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None

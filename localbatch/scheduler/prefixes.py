@@ -1,0 +1,153 @@
+"""Token runs that several sequences begin with: found over a whole job, computed once, copied."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from localbatch.scheduler.sequence import Sequence
+
+ALIGNMENT = 32
+"""Prefixes end at multiples of this position: llama.cpp's kernels take 4, 8 or 16 rows at a time,
+so rows that start a new group here get the same bits as in a prompt computed whole."""
+
+OWN_TOKENS = 8
+"""Tokens a row computes itself at least: with fewer rows llama.cpp takes other kernels."""
+
+LEAST_GAIN = 64
+"""Prompt tokens that a prefix must save to be worth its copies."""
+
+
+class Prefix:
+    """The first `length` tokens of `num_users` sequences."""
+
+    __slots__ = ("length", "num_users")
+
+    def __init__(self, length: int, num_users: int) -> None:
+        self.length = length
+        self.num_users = num_users
+
+    def __repr__(self) -> str:
+        return f"Prefix({self.length} tokens, {self.num_users} users)"
+
+
+class _Run(NamedTuple):
+    """Prompts `[left, right)` of the sorted order begin with the same `length` tokens."""
+
+    left: int
+    right: int
+    length: int
+
+
+def find_prefixes(prompts: SequenceOf[list[int]]) -> list[tuple[Prefix, ...]]:
+    """Return for each prompt the prefixes it shares, shortest first.
+
+    They form a tree: who shares a prefix shares all those before it. In sorted order the prompts
+    with a common beginning are neighbours, so every inner node of the tree is a run of them.
+    """
+    order = sorted(range(len(prompts)), key=prompts.__getitem__)
+    shared = [
+        _aligned(_common_length(prompts[a], prompts[b])) for a, b in itertools.pairwise(order)
+    ]
+    paths: list[tuple[Prefix, ...]] = [()] * len(prompts)
+    for run in sorted(_runs(shared), key=lambda run: run.length):
+        users = [
+            i for i in order[run.left : run.right] if len(prompts[i]) - OWN_TOKENS >= run.length
+        ]
+        if len(users) < 2:
+            continue
+        before = paths[users[0]][-1].length if paths[users[0]] else 0
+        if (len(users) - 1) * (run.length - before) < LEAST_GAIN:
+            continue
+        prefix = Prefix(run.length, len(users))
+        for i in users:
+            paths[i] += (prefix,)
+    return paths
+
+
+def _aligned(length: int) -> int:
+    return length // ALIGNMENT * ALIGNMENT
+
+
+def _common_length(a: list[int], b: list[int]) -> int:
+    """Return how many tokens two prompts begin with alike."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # comparing slices is much faster than comparing tokens one by one
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
+def _runs(shared: list[int]) -> Iterator[_Run]:
+    """Yield the maximal runs of neighbours, from the lengths that neighbours share."""
+    open_runs: list[tuple[int, int]] = []  # (length, left), lengths ascending
+    for right, length in enumerate([*shared, 0]):
+        left = right
+        while open_runs and open_runs[-1][0] > length:
+            ended, left = open_runs.pop()
+            yield _Run(left, right + 1, ended)
+        if length and (not open_runs or open_runs[-1][0] < length):
+            open_runs.append((length, left))
+
+
+class PrefixSlots:
+    """Slots, above those of the sequences, that keep computed prefixes; the stalest goes first.
+
+    The first sequence with a prefix that is not there computes it as part of its own prompt; when
+    it gets to the prefix's end, its cells are copied here, and the others start from that copy.
+    """
+
+    def __init__(self, first_slot: int, num_slots: int) -> None:
+        self._free = list(range(first_slot, first_slot + num_slots))
+        self._num_slots = num_slots
+        self._saved: OrderedDict[Prefix, int] = OrderedDict()
+        self._computing: dict[Prefix, Sequence] = {}
+
+    def ends_within(self, sequence: Sequence) -> list[int]:
+        """Return where `sequence` computes the end of a prefix for all."""
+        return [prefix.length for prefix, s in self._computing.items() if s is sequence]
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Return whether another sequence is computing what this one begins with."""
+        return any(prefix in self._computing for prefix in sequence.prefixes)
+
+    def start(self, sequence: Sequence) -> tuple[int, int]:
+        """Return (slot, length) of the longest prefix there is for a sequence; length 0 if none.
+
+        What is missing is this sequence's to compute, if others want it too.
+        """
+        slot, length = -1, 0
+        for prefix in sequence.prefixes:
+            prefix.num_users -= 1
+            if prefix in self._saved:
+                self._saved.move_to_end(prefix)
+                slot, length = self._saved[prefix], prefix.length
+            elif self._num_slots and prefix.num_users > 0:
+                self._computing[prefix] = sequence
+        for prefix in sequence.prefixes:
+            if prefix.length < length:  # a longer one was there
+                self._computing.pop(prefix, None)
+        return slot, length
+
+    def save(self) -> Iterator[tuple[Sequence, int, int]]:
+        """Yield (sequence, slot, length): cells that are computed now and go into a slot here."""
+        computed = [p for p, s in self._computing.items() if s.num_computed == p.length]
+        for prefix in computed:
+            sequence = self._computing.pop(prefix)
+            slot = self._free.pop() if self._free else self._saved.popitem(last=False)[1]
+            self._saved[prefix] = slot
+            yield sequence, slot, prefix.length
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget what `sequence` was to compute; the next one with the prefix does it."""
+        for prefix in [p for p, s in self._computing.items() if s is sequence]:
+            del self._computing[prefix]
+
+    def check_integrity(self, running: SequenceOf[Sequence]) -> None:
+        """Raise `AssertionError` if a slot was lost, or a prefix waits for nobody."""
+        assert len({*self._free, *self._saved.values()}) == self._num_slots, "prefix slots"
+        assert len(self._free) + len(self._saved) == self._num_slots, "prefix slots"
+        assert all(any(s is r for r in running) for s in self._computing.values()), "computing"
