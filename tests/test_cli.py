@@ -90,7 +90,7 @@ def test_bad_rows_cost_themselves_and_exit_code_3() -> None:
         (["missing.txt"], "missing.txt: can't be opened"),
         (["x.pdf"], "x.pdf: must end in one of .txt, .jsonl, .ndjson"),
         (["-", "--top-p", "3"], "top_p: must be above 0 and at most 1, not 3.0"),
-        (["-", "--parallel", "999"], "parallel: must be a whole number from 1 to 256"),
+        (["-", "--parallel", "99999"], "parallel: must be a whole number from 1 to 16384"),
         (["-", "--raw", "--system", "x"], "--system goes with the chat template"),
         (["-", "-o", "no/such/folder.jsonl"], "no/such/folder.jsonl: its folder does not exist"),
         (["-", "--max-tokens", "many"], "'many' is not a valid integer"),

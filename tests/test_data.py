@@ -359,7 +359,9 @@ class TestEngineConfig:
         ("name", "low", "high"),
         [
             ("ctx", 8, 16777216),
-            ("parallel", 1, 256),
+            ("parallel", 1, 256 * 64),
+            ("lanes", 1, 64),
+            ("ubatch", 32, 2**20),
             ("threads", 1, 512),
             ("gpu_layers", -1, 10000),
             ("kv_cells", 8, 2147483647),

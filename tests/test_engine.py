@@ -24,9 +24,10 @@ from localbatch import (
     TextPiece,
     Usage,
 )
-from localbatch.data.config import EngineConfig, KVLayout
+from localbatch.data.config import EngineConfig, KVLayout, Order
 from localbatch.data.errors import DecodeError
 from localbatch.engine import engine as engine_module
+from localbatch.engine import lane as lane_module
 from localbatch.engine.backend import Sample
 from localbatch.engine.engine import Engine
 from localbatch.engine.fake import BOS, EOS, FIRST_BYTE, FakeBackend
@@ -35,7 +36,9 @@ from localbatch.scheduler.plan import StepPlan
 
 
 def engine(backend: FakeBackend | LlamaBackend | None = None, **settings: Any) -> Engine:
-    return Engine(backend or FakeBackend(), EngineConfig("m", **{"threads": 1, **settings}))
+    """Return an engine that takes rows as they come and computes each of them."""
+    plain = {"threads": 1, "lanes": 1, "order": Order.INPUT, "share_prefixes": False}
+    return Engine(backend or FakeBackend(), EngineConfig("m", **{**plain, **settings}))
 
 
 def request(index: int, prompt: str = "hello", **params: Any) -> Request:
@@ -141,8 +144,8 @@ class TestContinuousBatching:
         done = finish(small, rows)
 
         assert texts(done) == texts(finish(engine(), rows))
-        assert small._scheduler is not None
-        assert small._scheduler.num_preempted > 0
+        assert small._lanes[0]._scheduler is not None
+        assert small._lanes[0]._scheduler.num_preempted > 0
 
     def test_the_same_run_twice_gives_the_same_answers(self) -> None:
         """There is no hidden state in the random streams."""
@@ -435,7 +438,8 @@ class _Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        for module in (engine_module, lane_module):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def backend(self) -> FakeBackend:
         backend = FakeBackend()
@@ -482,8 +486,8 @@ class TestTimings:
 
         done = finish(small, rows)
 
-        assert small._scheduler is not None
-        assert small._scheduler.num_preempted > 0
+        assert small._lanes[0]._scheduler is not None
+        assert small._lanes[0]._scheduler.num_preempted > 0
         for completion in done.values():
             assert (completion.timings.queue_s, completion.timings.prefill_s) == (0.0, 1.0)
         last = done[1].timings

@@ -34,7 +34,7 @@ SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[LLM]:
-    with LLM("fake", backend="fake", parallel=8) as llm:
+    with LLM("fake", backend="fake", parallel=8, order="input", share_prefixes=False) as llm:
         yield llm
 
 

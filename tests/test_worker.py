@@ -25,7 +25,7 @@ from localbatch import (
     TextPiece,
     WorkerError,
 )
-from localbatch.data.config import EngineConfig
+from localbatch.data.config import EngineConfig, Order
 from localbatch.data.request import failed_completion
 from localbatch.engine import client as client_module
 from localbatch.engine import worker
@@ -35,8 +35,11 @@ from localbatch.engine.messages import Abort, Failed, Ready, Report, Start, Subm
 
 pytestmark = pytest.mark.timeout(60)
 
-FAKE = EngineConfig("fake", backend="fake", ctx=256, parallel=8, threads=1)
-SLOW = EngineConfig("fake", backend="fake", fake_step_s=0.02, parallel=8)
+EACH_AS_IT_COMES: dict[str, Any] = {"order": Order.INPUT, "share_prefixes": False}
+FAKE = EngineConfig("fake", backend="fake", ctx=256, parallel=8, threads=1, **EACH_AS_IT_COMES)
+SLOW = EngineConfig(
+    "fake", backend="fake", fake_step_s=0.02, parallel=8, lanes=1, **EACH_AS_IT_COMES
+)
 
 
 def request(index: int, prompt: str = "hello", **params: Any) -> Request:

@@ -16,7 +16,7 @@ from localbatch.cli.main import (
     debug_option,
     terminate_as_interrupt,
 )
-from localbatch.data.config import FlashAttention, KVLayout
+from localbatch.data.config import FlashAttention, KVLayout, Order
 from localbatch.data.errors import ConfigError
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
@@ -53,8 +53,30 @@ def engine_options(command: Any) -> Any:
     auto: dict[str, Any] = {"type": int, "default": None, "show_default": "automatic"}
     options = [
         click.option("--ctx", **auto, help="Most tokens of a row, prompt and answer together."),
-        click.option("--parallel", **auto, help="Most rows in the batch at one time, up to 256."),
-        click.option("--threads", **auto, help="CPU threads."),
+        click.option("--parallel", **auto, help="Most rows in the batch at one time."),
+        click.option("--threads", **auto, help="CPU threads, all lanes together."),
+        click.option(
+            "--lanes", **auto, help="Contexts on the one loaded model, each with its own thread."
+        ),
+        click.option("--ubatch", **auto, help="Most prompt tokens computed in one pass."),
+        click.option(
+            "--share-prefixes/--no-share-prefixes",
+            default=True,
+            show_default=True,
+            help="Compute what rows begin with alike, and equal greedy rows, only once.",
+        ),
+        click.option(
+            "--order",
+            type=click.Choice([order.value for order in Order]),
+            default=Order.AUTO.value,
+            show_default=True,
+            help="Begin with the longest rows, common beginnings together, or as in the input.",
+        ),
+        click.option(
+            "--any-numerics",
+            is_flag=True,
+            help="On the CPU, allow faster settings that make answers depend on the batch.",
+        ),
         click.option("--gpu-layers", **auto, help="Layers on the GPU; -1 is all, 0 none."),
         click.option(
             "--kv-layout",

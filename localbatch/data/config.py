@@ -10,6 +10,8 @@ from localbatch.data.errors import ConfigError
 MAX_SLOTS = 256
 """Most sequences in one llama.cpp context (LLAMA_MAX_SEQ in llama.cpp's src/llama-cparams.h)."""
 
+MAX_LANES = 64
+
 CELL_STEP = 256
 """llama.cpp rounds the cells of a sequence up to a multiple of this."""
 
@@ -32,6 +34,15 @@ class FlashAttention(str, Enum):
     OFF = "off"
 
 
+class Order(str, Enum):
+    """The order in which rows are begun; answers do not depend on it."""
+
+    AUTO = "auto"
+    """Common beginnings together, and the longest first."""
+    INPUT = "input"
+    """As they come."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What the engine runs and with how much of the machine.
@@ -47,15 +58,24 @@ class EngineConfig:
     ctx: int | None = None
     """Most tokens of one row, prompt and answer together."""
     parallel: int | None = None
-    """Most rows in the batch at one time."""
+    """Most rows in the batch at one time, all lanes together."""
     threads: int | None = None
-    """CPU threads of llama.cpp."""
+    """CPU threads of llama.cpp, all lanes together."""
+    lanes: int | None = None
+    """Contexts on the one loaded model, each with its own thread and its share of the rows."""
     gpu_layers: int | None = None
     """Layers put on a GPU; -1 is all. Left out: all, if llama.cpp was built for a GPU."""
     kv_layout: KVLayout = KVLayout.STREAMS
     kv_cells: int | None = None
     """Cells that the rows share in the unified layout; left out: enough for every row."""
     flash_attention: FlashAttention = FlashAttention.AUTO
+    ubatch: int | None = None
+    """Most prompt tokens computed in one pass; left out: 512, as `llama_cpp.Llama` has it."""
+    share_prefixes: bool = True
+    """Compute what rows begin with alike once (streams only), and equal greedy rows once."""
+    order: Order = Order.AUTO
+    any_numerics: bool = False
+    """On the CPU, let the plan take settings that make answers depend on the batch."""
     metadata_only: bool = False
     """Read what the model says of itself, not its weights; nothing can be computed."""
     fake_step_s: float = 0.0
@@ -65,7 +85,9 @@ class EngineConfig:
         if self.backend not in ("llama", "fake"):
             raise ConfigError(f"backend: must be 'llama' or 'fake', not {self.backend!r}")
         _optional_range("ctx", self.ctx, 8, 2**24)
-        _optional_range("parallel", self.parallel, 1, MAX_SLOTS)
+        _optional_range("lanes", self.lanes, 1, MAX_LANES)
+        _optional_range("parallel", self.parallel, 1, MAX_SLOTS * (self.lanes or MAX_LANES))
+        _optional_range("ubatch", self.ubatch, 32, 2**20)
         _optional_range("threads", self.threads, 1, 512)
         _optional_range("gpu_layers", self.gpu_layers, -1, 10_000)
         _optional_range("kv_cells", self.kv_cells, 8, 2**31 - 1)

@@ -1,40 +1,40 @@
-"""The engine: requests in, events out, one step at a time."""
+"""The engine: requests in, events out, through one lane or several side by side."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 
-from localbatch.data.config import EngineConfig, SchedulerConfig
-from localbatch.data.errors import DecodeError, InputError
-from localbatch.data.request import (
-    Completion,
-    FinishReason,
-    Request,
-    Timings,
-    Usage,
-    failed_completion,
-)
-from localbatch.engine.backend import Backend, Numerics
+import numpy as np
+
+from localbatch.data.config import EngineConfig, KVLayout, Order
+from localbatch.data.errors import InputError
+from localbatch.data.request import Completion, FinishReason, Request, failed_completion
+from localbatch.engine.backend import Backend, ContextConfig, Numerics
+from localbatch.engine.lane import Lane, Row, TextPiece
 from localbatch.engine.machine import available_memory
+from localbatch.engine.order import best_order
 from localbatch.engine.prompt import PromptEncoder
-from localbatch.engine.sampling import sample
-from localbatch.engine.sizing import fit_context, kv_bytes, wanted_slots
+from localbatch.engine.sizing import (
+    PREFIX_SLOTS,
+    context_bytes,
+    fit_context,
+    wanted_lanes,
+    wanted_slots,
+)
 from localbatch.engine.text import TextStream
-from localbatch.scheduler.plan import PlanRow, StepPlan
-from localbatch.scheduler.scheduler import Scheduler
+from localbatch.scheduler.prefixes import find_prefixes
 from localbatch.scheduler.sequence import Sequence as TokenSequence
-from localbatch.scheduler.sequence import SequenceStatus
 
+__all__ = ["Engine", "EngineStats", "TextPiece"]
 
-class TextPiece(NamedTuple):
-    """New text of a row that is still running."""
-
-    row: int
-    """The row's `Request.index`."""
-    text: str
+_GROUP = 4
+_LONGEST_S = 0.05
+"""How long a lane computes by itself before it is given new rows and asked for what is done."""
 
 
 @dataclass
@@ -43,64 +43,83 @@ class EngineStats:
 
     steps: int = 0
     prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    """Less than `prompt_tokens` by what rows had in common."""
     completion_tokens: int = 0
     decode_s: float = 0.0
-    """In the backend."""
+    """In the backend, the mean of the lanes."""
     run_s: float = 0.0
-    """In steps, the backend included."""
+    """In steps, the backend included, the mean of the lanes."""
+    lanes: int = 0
     slots: int = 0
+    """Rows that can be in the batch at one time, all lanes together."""
     row_cells: int = 0
+    threads: int = 0
+    """Of each lane."""
     numerics: Numerics | None = None
 
 
-@dataclass
-class _Row:
-    """What the engine keeps of a row beside its sequence."""
-
-    sequence: TokenSequence
-    text: TextStream
-    arrived: float
-    admitted: float = 0.0
-    first_token: float = 0.0
-
-
-@dataclass
 class Engine:
-    """Runs requests through one backend by continuous batching.
+    """Runs requests through a backend's contexts by continuous batching.
 
-    The context is made when the first requests are known, and made anew, between rows, when later
-    ones are longer than it allows.
+    The contexts are made when the first requests are known, and made anew, between rows, when later
+    ones are longer than they allow. With several lanes each computes in a thread of its own; all
+    else happens in the caller's.
     """
 
-    backend: Backend
-    config: EngineConfig
-    streams_text: bool = False
-    stats: EngineStats = field(default_factory=EngineStats)
-
-    def __post_init__(self) -> None:
-        self._encoder = PromptEncoder(self.backend)
-        self._pending: list[_Row] = []  # not in the scheduler yet
-        self._rows: dict[int, _Row] = {}  # by id() of the sequence
-        self._scheduler: Scheduler | None = None
+    def __init__(self, backend: Backend, config: EngineConfig) -> None:
+        self.backend, self.config = backend, config
+        self.streams_text = False
+        self._encoder = PromptEncoder(backend)
+        self._queue: deque[Row] = deque()
+        self._twins: dict[int, list[Request]] = {}  # by the index of the one that is computed
+        self._unfinished: dict[bytes, int] = {}  # what greedy rows ask for: index
+        self._keys: dict[int, bytes] = {}
+        self._lanes: list[Lane] = [Lane(backend)]
+        self._context: ContextConfig | None = None
+        self._numerics: Numerics | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._advancing: dict[Future[list[Completion | TextPiece]], Lane] = {}
 
     @property
     def has_work(self) -> bool:
         """Whether any row is unfinished."""
-        return bool(self._pending or self._rows)
+        return bool(self._queue or self._advancing) or any(lane.has_work for lane in self._lanes)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts as of now."""
+        counters = [lane.counters for lane in self._lanes]
+        context, lanes = self._context, len(self._lanes)
+        return EngineStats(
+            steps=sum(c.steps for c in counters),
+            prompt_tokens=sum(c.prompt_tokens for c in counters),
+            computed_prompt_tokens=sum(c.computed_prompt_tokens for c in counters),
+            completion_tokens=sum(c.completion_tokens for c in counters),
+            decode_s=sum(c.decode_s for c in counters) / lanes,
+            run_s=sum(c.run_s for c in counters) / lanes,
+            lanes=lanes if context else 0,
+            slots=context.num_slots * lanes if context else 0,
+            row_cells=context.row_cells if context else 0,
+            threads=context.threads if context else 0,
+            numerics=self._numerics,
+        )
 
     def submit(self, requests: Sequence[Request]) -> list[Completion]:
         """Take in requests; returns the records of those that can't be computed."""
         failed = []
         for request in requests:
             try:
-                self._pending.append(self._row(request))
+                self._take(request)
             except InputError as error:
                 failed.append(
                     failed_completion(request.id, request.index, str(error), request.line)
                 )
+        self._arrange()
         return failed
 
-    def _row(self, request: Request) -> _Row:
+    def _take(self, request: Request) -> None:
+        """Queue a request, or add it to an equal one if its answer can't be another."""
         tokens = self._encoder.encode(request)
         limit = self._longest_row()
         if len(tokens) > limit:
@@ -111,150 +130,136 @@ class Engine:
         unknown = [t for t in request.params.logit_bias if t >= self.backend.card.num_vocab]
         if unknown:
             raise InputError(f"token {unknown[0]} is not in the vocabulary", field="logit_bias")
+        greedy = request.params.temperature == 0 and self.config.share_prefixes
+        key = _digest(tokens, request) if greedy else b""
+        if greedy and self._unfinished.setdefault(key, request.index) != request.index:
+            self._twins.setdefault(self._unfinished[key], []).append(request)
+            return
         text = TextStream(self.backend.token_bytes, request.params.stop)
-        return _Row(TokenSequence(request, tokens), text, time.perf_counter())
+        row = Row(TokenSequence(request, tokens), text, time.perf_counter())
+        self._queue.append(row)
+        if greedy:
+            self._keys[request.index] = key
 
     def abort(self) -> list[Completion]:
-        """End all rows where they stand."""
-        rows = [*self._rows.values(), *self._pending]
-        for row in rows:
-            if self._scheduler is not None and id(row.sequence) in self._rows:
-                self._scheduler.finish(row.sequence, FinishReason.ABORTED)
+        """End all rows where they stand; waits for the steps that are being computed."""
+        events = self._collect(wait_for_all=True)
+        events += [c for lane in self._lanes for c in lane.abort()]
+        for row in self._queue:
             row.sequence.finish_reason = FinishReason.ABORTED
-        self._rows, self._pending = {}, []
-        return [self._completion(row) for row in rows]
+            events.append(self._lanes[0].completion(row))
+        self._queue.clear()
+        return [event for event in self._with_twins(events) if isinstance(event, Completion)]
 
     def step(self) -> list[Completion | TextPiece]:
-        """Compute one step; returns what came of it."""
-        started = time.perf_counter()
-        events = self._step()
-        self.stats.steps += 1
-        self.stats.run_s += time.perf_counter() - started
-        self.stats.decode_s = self.backend.decode_s
-        return events
+        """Compute until there is something new; returns it, or nothing after a short time."""
+        if self._queue and not self._advancing and not any(lane.has_work for lane in self._lanes):
+            self._fit_contexts()
+        busy = set(self._advancing.values())
+        idle = [lane for lane in self._lanes if lane not in busy]
+        self._assign(idle)
+        if self._threads is None:
+            return self._with_twins(self._lanes[0].advance())
+        for lane in idle:
+            if lane.has_work:
+                self._advancing[self._threads.submit(lane.advance, _LONGEST_S)] = lane
+        return self._with_twins(self._collect())
 
-    def _step(self) -> list[Completion | TextPiece]:
-        scheduler = self._ready_scheduler()
-        plan = scheduler.schedule()
-        now = time.perf_counter()
-        for row in plan.rows:
-            if row.start == 0:
-                admitted = self._rows[id(row.sequence)]
-                admitted.admitted = admitted.admitted or now
-        try:
-            tokens = self.backend.forward(plan, sample)
-        except DecodeError as error:
-            return self._fail_rows(scheduler, plan, error)
-        finished = scheduler.update(plan, tokens)
-        return self._take_tokens(scheduler, plan.rows, tokens, finished)
+    def close(self) -> None:
+        """Free the contexts that the engine made."""
+        self._collect(wait_for_all=True)
+        if self._threads is not None:
+            self._threads.shutdown()
+        for lane in self._lanes[1:]:
+            lane.backend.close()
 
-    def _take_tokens(
-        self,
-        scheduler: Scheduler,
-        rows: Sequence[PlanRow],
-        tokens: Sequence[int | None],
-        finished: list[TokenSequence],
-    ) -> list[Completion | TextPiece]:
-        """Add new tokens to the texts, end rows whose stop string came, and report."""
-        now = time.perf_counter()
-        ended_by_token = {id(s) for s in finished if s.finish_reason is FinishReason.STOP}
+    def _collect(self, *, wait_for_all: bool = False) -> list[Completion | TextPiece]:
+        """Return what lanes report that are through; waits for one of them, or for all."""
         events: list[Completion | TextPiece] = []
-        for plan_row, token in zip(rows, tokens, strict=True):
-            if token is None:
-                continue
-            sequence = plan_row.sequence
-            row = self._rows[id(sequence)]
-            row.first_token = row.first_token or now
-            if id(sequence) in ended_by_token:
-                continue
-            row.text.push(token)
-            if row.text.stopped:
-                if sequence.status is not SequenceStatus.FINISHED:
-                    finished.append(sequence)
-                scheduler.finish(sequence, FinishReason.STOP)
-            elif self.streams_text and (piece := row.text.take()):
-                events.append(TextPiece(sequence.request.index, piece))
-        for sequence in finished:
-            events += self._finish(self._rows.pop(id(sequence)))
+        while self._advancing:
+            done, _ = wait(self._advancing, return_when=FIRST_COMPLETED)
+            for future in done:
+                del self._advancing[future]
+                events += future.result()
+            if not wait_for_all:
+                break
         return events
 
-    def _finish(self, row: _Row) -> list[Completion | TextPiece]:
-        completion = self._completion(row)
-        piece = row.text.take() if self.streams_text else ""
-        return [*([TextPiece(completion.index, piece)] if piece else []), completion]
+    def _with_twins(self, events: list[Completion | TextPiece]) -> list[Completion | TextPiece]:
+        """Answer the rows that ask for the very same as one that ended."""
+        answered: list[Completion | TextPiece] = []
+        for event in events:
+            answered.append(event)
+            if not isinstance(event, Completion):
+                continue
+            self._unfinished.pop(self._keys.pop(event.index, b""), None)
+            for twin in self._twins.pop(event.index, ()):
+                if self.streams_text and event.text:
+                    answered.append(TextPiece(twin.index, event.text))
+                answered.append(replace(event, id=twin.id, index=twin.index, line=twin.line))
+        return answered
 
-    def _completion(self, row: _Row, error: str | None = None) -> Completion:
-        now = time.perf_counter()
-        sequence, request = row.sequence, row.sequence.request
-        assert sequence.finish_reason is not None
-        admitted = row.admitted or now
-        first = row.first_token or now
-        usage = Usage(sequence.num_prompt, sequence.num_generated)
-        self.stats.prompt_tokens += usage.prompt_tokens
-        self.stats.completion_tokens += usage.completion_tokens
-        return Completion(
-            id=request.id, index=request.index, text=row.text.finish(),
-            finish_reason=sequence.finish_reason, usage=usage,
-            timings=Timings(admitted - row.arrived, first - admitted, now - first),
-            token_ids=tuple(sequence.generated), error=error, line=request.line,
-        )  # fmt: skip
+    def _assign(self, idle: list[Lane]) -> None:
+        """Give waiting rows to lanes with room, each to the one with the least to do.
 
-    def _fail_rows(
-        self, scheduler: Scheduler, plan: StepPlan, error: DecodeError
-    ) -> list[Completion | TextPiece]:
-        """End the rows of a step that could not be computed; the others go on."""
-        failed: list[Completion | TextPiece] = []
-        for plan_row in plan.rows:
-            scheduler.finish(plan_row.sequence, FinishReason.ERROR)
-            row = self._rows.pop(id(plan_row.sequence))
-            failed.append(self._completion(row, error=str(error)))
-        return failed
-
-    def _ready_scheduler(self) -> Scheduler:
-        """Hand pending rows to the scheduler, making a context that holds them if need be.
-
-        A row that is too long for the present context waits, with all after it, until the rows
-        before it are done.
+        A row that is too long for the contexts waits, with all after it, until the rows before it
+        are done.
         """
-        if self._pending and not self._rows:
-            self._fit_context()
-        scheduler = self._scheduler
-        assert scheduler is not None, "there is work, so there is a scheduler"
-        taken = 0
-        for row in self._pending:
-            if self._wanted_cells(row) > scheduler.config.row_cells:
+        assert self._context is not None, "there is work, so there are contexts"
+        for lane in idle:
+            lane.streams_text = self.streams_text
+        while self._queue and self._wanted_cells(self._queue[0]) <= self._context.row_cells:
+            room = [lane for lane in idle if lane.num_free > 0]
+            if not room:
                 break
-            self._rows[id(row.sequence)] = row
-            scheduler.add(row.sequence)
-            taken += 1
-        del self._pending[:taken]
-        return scheduler
+            row = self._queue.popleft()
+            _best_lane(room, row).add(row)
 
-    def _fit_context(self) -> None:
-        """Make the context anew if the pending rows want a larger one."""
-        cells = max(self._wanted_cells(row) for row in self._pending)
-        slots = wanted_slots(self.config, len(self._pending), on_gpu=self.backend.on_gpu)
-        card, memory = self.backend.card, available_memory()
-        if self._scheduler is not None:
-            now = self._scheduler.config
-            if cells <= now.row_cells and slots <= now.num_slots:
+    def _arrange(self) -> None:
+        """Find what waiting rows have in common, and put them into a good order."""
+        if self.config.share_prefixes and self.config.kv_layout is KVLayout.STREAMS:
+            rows = [row.sequence for row in self._queue]
+            paths = find_prefixes([s.tokens for s in rows])
+            for sequence, path in zip(rows, paths, strict=True):
+                sequence.prefixes = path
+        if self.config.order is Order.AUTO:
+            self._queue = deque(best_order(self._queue, self._wanted_cells))
+
+    def _fit_contexts(self) -> None:
+        """Make the contexts anew if the waiting rows want larger ones."""
+        config, card, on_gpu = self.config, self.backend.card, self.backend.on_gpu
+        cells = max(self._wanted_cells(row) for row in self._queue)
+        prefixes = {prefix for row in self._queue for prefix in row.sequence.prefixes}
+        prefix_slots = min(PREFIX_SLOTS, len(prefixes))
+        slots = wanted_slots(config, len(self._queue), on_gpu=on_gpu)
+        memory = available_memory()
+        if (now := self._context) is not None:
+            present = now.num_slots * len(self._lanes)
+            enough = cells <= now.row_cells and slots <= present
+            if enough and prefix_slots <= now.num_prefix_slots:
                 return
-            cells, slots = max(cells, now.row_cells), max(slots, now.num_slots)
-            # What the present context takes is free when the next one is made.
-            used = now.pool_cells or now.num_slots * now.row_cells
-            memory += kv_bytes(card, 1, used)
-        context = fit_context(self.config, card, slots, cells, self.backend.on_gpu, memory)
-        self.stats.numerics = self.backend.open(context)
-        self.stats.slots, self.stats.row_cells = context.num_slots, context.row_cells
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                num_slots=context.num_slots, row_cells=context.row_cells,
-                pool_cells=context.pool_cells, chunk=context.chunk,
-            ),
-            card.end_tokens,
-        )  # fmt: skip
+            cells, slots = max(cells, now.row_cells), max(slots, present)
+            # What the present contexts take is free when the next ones are made.
+            memory += context_bytes(card, now) * len(self._lanes)
+        lanes = wanted_lanes(config, slots, on_gpu=on_gpu)
+        context = fit_context(config, card, slots, cells, on_gpu, memory, lanes, prefix_slots)
+        self._open(context, lanes)
+        exact = context.pool_cells is None and not context.flash_attention and not on_gpu
+        if self._numerics is Numerics.VARIES and exact and prefix_slots and not config.any_numerics:
+            for row in self._queue:  # a prefix's end would show in the last bits
+                row.sequence.prefixes = ()
+            self._open(replace(context, num_prefix_slots=0), lanes)
 
-    def _wanted_cells(self, row: _Row) -> int:
+    def _open(self, context: ContextConfig, num_lanes: int) -> None:
+        """Make as many lanes, each with such a context."""
+        while len(self._lanes) < num_lanes:
+            self._lanes.append(Lane(self.backend.sibling()))
+        if num_lanes > 1 and self._threads is None:
+            self._threads = ThreadPoolExecutor(thread_name_prefix="lane")
+        found = [lane.open(context) for lane in self._lanes]
+        self._numerics, self._context = found[0], context
+
+    def _wanted_cells(self, row: Row) -> int:
         sequence = row.sequence
         wanted = sequence.num_prompt + sequence.request.params.max_tokens
         return min(wanted, self._longest_row())
@@ -262,3 +267,24 @@ class Engine:
     def _longest_row(self) -> int:
         longest = self.config.ctx or self.backend.card.max_ctx
         return min(longest, self.config.kv_cells or longest)
+
+
+def _best_lane(room: list[Lane], row: Row) -> Lane:
+    """Return the lane with the most room, or one with nearly as much that shares the row's prefix.
+
+    Each lane computes a prefix for itself, so small groups should not be torn apart.
+    """
+    best = max(room, key=lambda lane: lane.num_free)
+    prefix = row.sequence.prefixes[-1] if row.sequence.prefixes else None
+    for lane in room:
+        near = best.num_free - lane.num_free <= _GROUP
+        if prefix is not None and lane.last_prefix is prefix and near:
+            return lane
+    return best
+
+
+def _digest(tokens: list[int], request: Request) -> bytes:
+    """Return the same for greedy rows whose answers can't differ."""
+    digest = blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16)
+    digest.update(repr(replace(request.params, seed=0)).encode())
+    return digest.digest()

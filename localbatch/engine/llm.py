@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TypeAlias
 
-from localbatch.data.config import EngineConfig, FlashAttention, KVLayout
+from localbatch.data.config import EngineConfig, FlashAttention, KVLayout, Order
 from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Completion, Message, Request, RowId, failed_completion
 from localbatch.data.sampling_params import SamplingParams
@@ -43,15 +43,21 @@ class LLM:
         ctx: int | None = None,
         parallel: int | None = None,
         threads: int | None = None,
+        lanes: int | None = None,
         gpu_layers: int | None = None,
         kv_layout: KVLayout | str = KVLayout.STREAMS,
         kv_cells: int | None = None,
         flash_attention: FlashAttention | str = FlashAttention.AUTO,
+        ubatch: int | None = None,
+        share_prefixes: bool = True,
+        order: Order | str = Order.AUTO,
+        any_numerics: bool = False,
         backend: str = "llama",
         debug: bool = False,
     ) -> None:
         try:
             layout, flash = KVLayout(kv_layout), FlashAttention(flash_attention)
+            order = Order(order)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         path = model
@@ -59,8 +65,9 @@ class LLM:
             path = str(resolve_model(model))
             check_gguf(path)
         self.config = EngineConfig(
-            model=path, backend=backend, ctx=ctx, parallel=parallel, threads=threads,
+            model=path, backend=backend, ctx=ctx, parallel=parallel, threads=threads, lanes=lanes,
             gpu_layers=gpu_layers, kv_layout=layout, kv_cells=kv_cells, flash_attention=flash,
+            ubatch=ubatch, share_prefixes=share_prefixes, order=order, any_numerics=any_numerics,
         )  # fmt: skip
         self._client = WorkerClient(self.config, debug=debug)
 

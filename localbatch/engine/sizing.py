@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from localbatch.data.config import CELL_STEP, EngineConfig, FlashAttention, KVLayout
+from localbatch.data.config import CELL_STEP, MAX_SLOTS, EngineConfig, FlashAttention, KVLayout
 from localbatch.data.errors import ConfigError
 from localbatch.engine.backend import ContextConfig, ModelCard
 from localbatch.engine.machine import available_memory, usable_threads
+
+PREFIX_SLOTS = 4
+"""Slots of a lane for prefixes that rows share."""
+
+CPU_LANES = 2
+"""Lanes on a CPU unless told otherwise."""
 
 CPU_SLOTS, GPU_SLOTS = 64, 128
 """Rows in the batch unless told otherwise."""
@@ -23,6 +29,28 @@ def wanted_slots(config: EngineConfig, num_rows: int, *, on_gpu: bool) -> int:
     return max(1, min(most, num_rows))
 
 
+def wanted_lanes(config: EngineConfig, num_slots: int, *, on_gpu: bool) -> int:
+    """Return how many contexts should share the rows.
+
+    llama.cpp's threads wait for each other after every operation, which costs small models more
+    than half of the second thread's gain. Lanes don't wait for each other.
+    """
+    least = -(-num_slots // (MAX_SLOTS - PREFIX_SLOTS))
+    if config.lanes is not None:
+        return max(config.lanes, least)
+    if on_gpu or config.kv_layout is KVLayout.UNIFIED:
+        return least
+    threads = config.threads or usable_threads()
+    return max(least, min(threads, CPU_LANES, num_slots))
+
+
+def context_bytes(card: ModelCard, context: ContextConfig) -> int:
+    """Return the bytes of a context's KV cache."""
+    if context.pool_cells is not None:
+        return kv_bytes(card, 1, context.pool_cells)
+    return kv_bytes(card, context.num_slots + context.num_prefix_slots, context.row_cells)
+
+
 def kv_bytes(card: ModelCard, num_slots: int, row_cells: int) -> int:
     """Return the bytes of a KV cache with room for `num_slots` full rows."""
     return num_slots * row_cells * card.kv_bytes_per_cell
@@ -35,8 +63,10 @@ def fit_context(
     cells: int,
     on_gpu: bool,
     memory: int | None = None,
+    lanes: int = 1,
+    num_prefix_slots: int = 0,
 ) -> ContextConfig:
-    """Return a context for rows of up to `cells` tokens.
+    """Return the context of each of `lanes` that share `num_slots` rows of up to `cells` tokens.
 
     With `parallel` left out, fewer rows run at one time if memory is short. `memory` is what may be
     taken, in bytes; left out: what the machine has. Raises `ConfigError` if not even that fits.
@@ -48,24 +78,27 @@ def fit_context(
         pool = _rounded(config.kv_cells)
         if not on_gpu and kv_bytes(card, 1, pool) > budget:
             raise ConfigError(_pool_too_large(card, pool, budget))
-    else:
-        if not on_gpu:
-            fitting = budget // max(1, kv_bytes(card, 1, row_cells))
-            if fitting < num_slots and (config.parallel is not None or fitting < 1):
-                raise ConfigError(_too_large(card, num_slots, row_cells, budget, fitting))
-            num_slots = min(num_slots, fitting)
-        if config.kv_layout is KVLayout.UNIFIED:
-            pool = num_slots * row_cells
+    elif not on_gpu:
+        fitting = budget // max(1, kv_bytes(card, 1, row_cells))
+        if fitting < num_slots + lanes * num_prefix_slots:
+            num_prefix_slots = 0  # the first to go
+        if fitting < num_slots and (config.parallel is not None or fitting < 1):
+            raise ConfigError(_too_large(card, num_slots, row_cells, budget, fitting))
+        num_slots = min(num_slots, fitting)
+    each = max(1, num_slots // lanes) if num_slots % lanes == 0 else num_slots // lanes + 1
+    if config.kv_layout is KVLayout.UNIFIED:
+        pool = (pool or num_slots * row_cells) // lanes
     if pool is not None:
         row_cells = min(row_cells, pool)
     flash = config.flash_attention
     return ContextConfig(
-        num_slots=num_slots,
+        num_slots=each,
         row_cells=row_cells,
         pool_cells=pool,
-        chunk=CHUNK,
-        threads=config.threads or usable_threads(),
+        chunk=config.ubatch or CHUNK,
+        threads=max(1, (config.threads or usable_threads()) // lanes),
         flash_attention=flash is FlashAttention.ON or (flash is FlashAttention.AUTO and on_gpu),
+        num_prefix_slots=num_prefix_slots,
     )
 
 

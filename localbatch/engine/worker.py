@@ -14,15 +14,15 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import replace
 from typing import BinaryIO
 
 from localbatch.data.config import EngineConfig
 from localbatch.data.errors import EngineError, LocalbatchError
 from localbatch.data.request import Completion
 from localbatch.engine.backend import Backend
-from localbatch.engine.engine import Engine, TextPiece
+from localbatch.engine.engine import Engine
 from localbatch.engine.fake import FakeBackend
+from localbatch.engine.lane import TextPiece
 from localbatch.engine.messages import Abort, Failed, Ready, Report, Start, Submit
 
 _REPORT_EVERY_S = 0.25
@@ -95,7 +95,7 @@ def _serve(inbox: queue.SimpleQueue[object], outbox: BinaryIO) -> None:
             events += engine.step()
         now = time.perf_counter()
         if events or now - last_report > _REPORT_EVERY_S:
-            _send(outbox, Report(run, events, replace(engine.stats)))
+            _send(outbox, Report(run, events, engine.stats))
             events, last_report = [], now
 
 

@@ -1,0 +1,199 @@
+"""A lane: one llama.cpp context, its scheduler, and the rows in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from localbatch.data.config import SchedulerConfig
+from localbatch.data.errors import DecodeError
+from localbatch.data.request import Completion, FinishReason, Timings, Usage
+from localbatch.engine.backend import Backend, ContextConfig, Numerics
+from localbatch.engine.sampling import sample
+from localbatch.engine.text import TextStream
+from localbatch.scheduler.plan import PlanRow, StepPlan
+from localbatch.scheduler.prefixes import Prefix
+from localbatch.scheduler.scheduler import Scheduler
+from localbatch.scheduler.sequence import Sequence as TokenSequence
+from localbatch.scheduler.sequence import SequenceStatus
+
+
+class TextPiece(NamedTuple):
+    """New text of a row that is still running."""
+
+    row: int
+    """The row's `Request.index`."""
+    text: str
+
+
+@dataclass
+class Counters:
+    """What a lane did since it was made; seconds of wall time."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    completion_tokens: int = 0
+    decode_s: float = 0.0
+    run_s: float = 0.0
+
+
+@dataclass
+class Row:
+    """What the engine keeps of a row beside its sequence."""
+
+    sequence: TokenSequence
+    text: TextStream
+    arrived: float
+    admitted: float = 0.0
+    first_token: float = 0.0
+
+
+class Lane:
+    """Runs rows through one context by continuous batching; one thread at a time may use it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.counters = Counters()
+        self.streams_text = False
+        self.last_prefix: Prefix | None = None
+        """The longest prefix of the row that was added last."""
+        self._rows: dict[int, Row] = {}  # by id() of the sequence
+        self._scheduler: Scheduler | None = None
+
+    def open(self, context: ContextConfig) -> Numerics:
+        """Make the context anew; the lane must be empty."""
+        assert not self._rows, "rows are lost with their context"
+        numerics = self.backend.open(context)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                num_slots=context.num_slots, row_cells=context.row_cells,
+                pool_cells=context.pool_cells, chunk=context.chunk,
+                max_step_tokens=max(2048, context.chunk),
+                num_prefix_slots=context.num_prefix_slots,
+            ),
+            self.backend.card.end_tokens,
+        )  # fmt: skip
+        return numerics
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any row is unfinished."""
+        return bool(self._rows)
+
+    @property
+    def num_free(self) -> int:
+        """Rows that could start right away."""
+        return self._opened.config.num_slots - len(self._rows)
+
+    def add(self, row: Row) -> None:
+        """Take a row in."""
+        self._rows[id(row.sequence)] = row
+        self._opened.add(row.sequence)
+        self.last_prefix = row.sequence.prefixes[-1] if row.sequence.prefixes else None
+
+    def abort(self) -> list[Completion]:
+        """End all rows where they stand."""
+        rows, self._rows = self._rows, {}
+        for row in rows.values():
+            self._opened.finish(row.sequence, FinishReason.ABORTED)
+        return [self.completion(row) for row in rows.values()]
+
+    def advance(self, longest_s: float = 0.0) -> list[Completion | TextPiece]:
+        """Compute a step, or more until there is something to report or the time is over."""
+        started = time.perf_counter()
+        events: list[Completion | TextPiece] = []
+        while self._rows:
+            events = self._step()
+            self.counters.steps += 1
+            if events or time.perf_counter() - started >= longest_s:
+                break
+        self.counters.run_s += time.perf_counter() - started
+        self.counters.decode_s = self.backend.decode_s
+        return events
+
+    @property
+    def _opened(self) -> Scheduler:
+        assert self._scheduler is not None, "open() comes first"
+        return self._scheduler
+
+    def _step(self) -> list[Completion | TextPiece]:
+        scheduler = self._opened
+        plan = scheduler.schedule()
+        self._note_start(plan)
+        try:
+            tokens = self.backend.forward(plan, sample)
+        except DecodeError as error:
+            return self._fail_rows(plan, error)
+        finished = scheduler.update(plan, tokens)
+        return self._take_tokens(plan.rows, tokens, finished)
+
+    def _note_start(self, plan: StepPlan) -> None:
+        now = time.perf_counter()
+        for plan_row in plan.rows:
+            if plan_row.is_prefill:
+                row = self._rows[id(plan_row.sequence)]
+                row.admitted = row.admitted or now
+                self.counters.computed_prompt_tokens += plan_row.end - plan_row.start
+
+    def _take_tokens(
+        self,
+        rows: Sequence[PlanRow],
+        tokens: Sequence[int | None],
+        finished: list[TokenSequence],
+    ) -> list[Completion | TextPiece]:
+        """Add new tokens to the texts, end rows whose stop string came, and report."""
+        now = time.perf_counter()
+        ended_by_token = {id(s) for s in finished if s.finish_reason is FinishReason.STOP}
+        events: list[Completion | TextPiece] = []
+        for plan_row, token in zip(rows, tokens, strict=True):
+            if token is None:
+                continue
+            sequence = plan_row.sequence
+            row = self._rows[id(sequence)]
+            row.first_token = row.first_token or now
+            if id(sequence) in ended_by_token:
+                continue
+            row.text.push(token)
+            if row.text.stopped:
+                if sequence.status is not SequenceStatus.FINISHED:
+                    finished.append(sequence)
+                self._opened.finish(sequence, FinishReason.STOP)
+            elif self.streams_text and (piece := row.text.take()):
+                events.append(TextPiece(sequence.request.index, piece))
+        for sequence in finished:
+            events += self._finish(self._rows.pop(id(sequence)))
+        return events
+
+    def _finish(self, row: Row) -> list[Completion | TextPiece]:
+        completion = self.completion(row)
+        piece = row.text.take() if self.streams_text else ""
+        return [*([TextPiece(completion.index, piece)] if piece else []), completion]
+
+    def completion(self, row: Row, error: str | None = None) -> Completion:
+        """Return the record of an ended row."""
+        now = time.perf_counter()
+        sequence, request = row.sequence, row.sequence.request
+        assert sequence.finish_reason is not None
+        admitted = row.admitted or now
+        first = row.first_token or now
+        usage = Usage(sequence.num_prompt, sequence.num_generated)
+        self.counters.prompt_tokens += usage.prompt_tokens
+        self.counters.completion_tokens += usage.completion_tokens
+        return Completion(
+            id=request.id, index=request.index, text=row.text.finish(),
+            finish_reason=sequence.finish_reason, usage=usage,
+            timings=Timings(admitted - row.arrived, first - admitted, now - first),
+            token_ids=tuple(sequence.generated), error=error, line=request.line,
+        )  # fmt: skip
+
+    def _fail_rows(self, plan: StepPlan, error: DecodeError) -> list[Completion | TextPiece]:
+        """End the rows of a step that could not be computed; the others go on."""
+        failed: list[Completion | TextPiece] = []
+        for plan_row in plan.rows:
+            self._opened.finish(plan_row.sequence, FinishReason.ERROR)
+            row = self._rows.pop(id(plan_row.sequence))
+            failed.append(self.completion(row, error=str(error)))
+        return failed
