@@ -20,6 +20,7 @@ from localbatch.engine.machine import available_memory
 from localbatch.engine.order import best_order
 from localbatch.engine.prompt import PromptEncoder
 from localbatch.engine.sizing import (
+    CHUNK,
     PREFIX_SLOTS,
     context_bytes,
     fit_context,
@@ -219,7 +220,7 @@ class Engine:
         """Find what waiting rows have in common, and put them into a good order."""
         if self.config.share_prefixes and self.config.kv_layout is KVLayout.STREAMS:
             rows = [row.sequence for row in self._queue]
-            paths = find_prefixes([s.tokens for s in rows])
+            paths = find_prefixes([s.tokens for s in rows], self.config.ubatch or CHUNK)
             for sequence, path in zip(rows, paths, strict=True):
                 sequence.prefixes = path
         if self.config.order is Order.AUTO:

@@ -10,12 +10,10 @@ from typing import NamedTuple
 
 from localbatch.scheduler.sequence import Sequence
 
-ALIGNMENT = 32
-"""Prefixes end at multiples of this position: llama.cpp's kernels take 4, 8 or 16 rows at a time,
-so rows that start a new group here get the same bits as in a prompt computed whole."""
-
-OWN_TOKENS = 8
-"""Tokens a row computes itself at least: with fewer rows llama.cpp takes other kernels."""
+ALIGNMENT, LEAST_ROWS = 4, 8
+"""Prompts are cut at multiples of 4 into pieces of at least 8 tokens: llama.cpp's kernels take 4
+rows at a time, and others are used for fewer than 8, so each token gets the bits of a prompt
+computed in one piece."""
 
 LEAST_GAIN = 64
 """Prompt tokens that a prefix must save to be worth its copies."""
@@ -42,25 +40,28 @@ class _Run(NamedTuple):
     length: int
 
 
-def find_prefixes(prompts: SequenceOf[list[int]]) -> list[tuple[Prefix, ...]]:
+def find_prefixes(prompts: SequenceOf[list[int]], chunk: int = 512) -> list[tuple[Prefix, ...]]:
     """Return for each prompt the prefixes it shares, shortest first.
+
+    Prompts are cut at multiples of `chunk` anyway; no piece may be too short to be exact.
 
     They form a tree: who shares a prefix shares all those before it. In sorted order the prompts
     with a common beginning are neighbours, so every inner node of the tree is a run of them.
     """
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
     shared = [
-        _aligned(_common_length(prompts[a], prompts[b])) for a, b in itertools.pairwise(order)
+        _cut(_common_length(prompts[a], prompts[b]), chunk) for a, b in itertools.pairwise(order)
     ]
     paths: list[tuple[Prefix, ...]] = [()] * len(prompts)
     for run in sorted(_runs(shared), key=lambda run: run.length):
         users = [
-            i for i in order[run.left : run.right] if len(prompts[i]) - OWN_TOKENS >= run.length
+            i for i in order[run.left : run.right] if len(prompts[i]) - LEAST_ROWS >= run.length
         ]
         if len(users) < 2:
             continue
         before = paths[users[0]][-1].length if paths[users[0]] else 0
-        if (len(users) - 1) * (run.length - before) < LEAST_GAIN:
+        own = run.length - before
+        if own < LEAST_ROWS or (len(users) - 1) * own < LEAST_GAIN:
             continue
         prefix = Prefix(run.length, len(users))
         for i in users:
@@ -68,8 +69,12 @@ def find_prefixes(prompts: SequenceOf[list[int]]) -> list[tuple[Prefix, ...]]:
     return paths
 
 
-def _aligned(length: int) -> int:
-    return length // ALIGNMENT * ALIGNMENT
+def _cut(length: int, chunk: int) -> int:
+    """Return the last place up to `length` where a prompt may be cut."""
+    start, beyond = length // chunk * chunk, length % chunk // ALIGNMENT * ALIGNMENT
+    if beyond < LEAST_ROWS:
+        return start
+    return start + min(beyond, chunk - LEAST_ROWS)
 
 
 def _common_length(a: list[int], b: list[int]) -> int:
