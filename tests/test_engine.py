@@ -28,6 +28,7 @@ from localbatch.data.config import EngineConfig, KVLayout, Order
 from localbatch.data.errors import DecodeError
 from localbatch.engine import engine as engine_module
 from localbatch.engine import lane as lane_module
+from localbatch.engine import lanes as lanes_module
 from localbatch.engine.backend import Sample
 from localbatch.engine.engine import Engine
 from localbatch.engine.fake import BOS, EOS, FIRST_BYTE, FakeBackend
@@ -144,8 +145,8 @@ class TestContinuousBatching:
         done = finish(small, rows)
 
         assert texts(done) == texts(finish(engine(), rows))
-        assert small._lanes[0]._scheduler is not None
-        assert small._lanes[0]._scheduler.num_preempted > 0
+        assert small.lanes[0]._scheduler is not None
+        assert small.lanes[0]._scheduler.num_preempted > 0
 
     def test_the_same_run_twice_gives_the_same_answers(self) -> None:
         """There is no hidden state in the random streams."""
@@ -338,7 +339,7 @@ class TestContext:
         """
         growing = engine(parallel=4)
         finish(growing, requests(4))
-        monkeypatch.setattr(engine_module, "available_memory", lambda: 2048)
+        monkeypatch.setattr(lanes_module, "available_memory", lambda: 2048)
 
         done = finish(growing, [request(i, "x" * 300, max_tokens=1) for i in range(4)])
 
@@ -486,8 +487,8 @@ class TestTimings:
 
         done = finish(small, rows)
 
-        assert small._lanes[0]._scheduler is not None
-        assert small._lanes[0]._scheduler.num_preempted > 0
+        assert small.lanes[0]._scheduler is not None
+        assert small.lanes[0]._scheduler.num_preempted > 0
         for completion in done.values():
             assert (completion.timings.queue_s, completion.timings.prefill_s) == (0.0, 1.0)
         last = done[1].timings

@@ -83,6 +83,8 @@ class Backend(Protocol):
 
     card: ModelCard
     on_gpu: bool
+    build: str
+    """What computes, and with which of the processor's features."""
 
     @property
     def decode_s(self) -> float:

@@ -14,19 +14,13 @@ import numpy as np
 from localbatch.data.config import EngineConfig, KVLayout, Order
 from localbatch.data.errors import InputError
 from localbatch.data.request import Completion, FinishReason, Request, failed_completion
-from localbatch.engine.backend import Backend, ContextConfig, Numerics
+from localbatch.engine.backend import Backend, Numerics
 from localbatch.engine.lane import Lane, Row, TextPiece
-from localbatch.engine.machine import available_memory
+from localbatch.engine.lanes import LaneGroup, wanted_cells
 from localbatch.engine.order import best_order
+from localbatch.engine.planner import Choice
 from localbatch.engine.prompt import PromptEncoder
-from localbatch.engine.sizing import (
-    CHUNK,
-    PREFIX_SLOTS,
-    context_bytes,
-    fit_context,
-    wanted_lanes,
-    wanted_slots,
-)
+from localbatch.engine.sizing import CHUNK
 from localbatch.engine.text import TextStream
 from localbatch.scheduler.prefixes import find_prefixes
 from localbatch.scheduler.sequence import Sequence as TokenSequence
@@ -34,6 +28,8 @@ from localbatch.scheduler.sequence import Sequence as TokenSequence
 __all__ = ["Engine", "EngineStats", "TextPiece"]
 
 _GROUP = 4
+_AHEAD_TOKENS = 1024
+"""Prompt tokens that a lane has waiting."""
 _LONGEST_S = 0.05
 """How long a lane computes by itself before it is given new rows and asked for what is done."""
 
@@ -58,6 +54,7 @@ class EngineStats:
     threads: int = 0
     """Of each lane."""
     numerics: Numerics | None = None
+    plan: Choice | None = None
 
 
 class Engine:
@@ -76,22 +73,25 @@ class Engine:
         self._twins: dict[int, list[Request]] = {}  # by the index of the one that is computed
         self._unfinished: dict[bytes, int] = {}  # what greedy rows ask for: index
         self._keys: dict[int, bytes] = {}
-        self._lanes: list[Lane] = [Lane(backend)]
-        self._context: ContextConfig | None = None
-        self._numerics: Numerics | None = None
+        self._group = LaneGroup(backend, config)
         self._threads: ThreadPoolExecutor | None = None
         self._advancing: dict[Future[list[Completion | TextPiece]], Lane] = {}
 
     @property
+    def lanes(self) -> list[Lane]:
+        """The contexts and what runs in them."""
+        return self._group.lanes
+
+    @property
     def has_work(self) -> bool:
         """Whether any row is unfinished."""
-        return bool(self._queue or self._advancing) or any(lane.has_work for lane in self._lanes)
+        return bool(self._queue or self._advancing) or any(lane.has_work for lane in self.lanes)
 
     @property
     def stats(self) -> EngineStats:
         """Counts as of now."""
-        counters = [lane.counters for lane in self._lanes]
-        context, lanes = self._context, len(self._lanes)
+        group = self._group
+        counters, context, lanes = group.counters, group.context, len(group.lanes)
         return EngineStats(
             steps=sum(c.steps for c in counters),
             prompt_tokens=sum(c.prompt_tokens for c in counters),
@@ -103,7 +103,8 @@ class Engine:
             slots=context.num_slots * lanes if context else 0,
             row_cells=context.row_cells if context else 0,
             threads=context.threads if context else 0,
-            numerics=self._numerics,
+            numerics=group.numerics,
+            plan=group.choice,
         )
 
     def submit(self, requests: Sequence[Request]) -> list[Completion]:
@@ -145,25 +146,30 @@ class Engine:
     def abort(self) -> list[Completion]:
         """End all rows where they stand; waits for the steps that are being computed."""
         events = self._collect(wait_for_all=True)
-        events += [c for lane in self._lanes for c in lane.abort()]
+        events += [c for lane in self.lanes for c in lane.abort()]
         for row in self._queue:
             row.sequence.finish_reason = FinishReason.ABORTED
-            events.append(self._lanes[0].completion(row))
+            events.append(self.lanes[0].completion(row))
         self._queue.clear()
         return [event for event in self._with_twins(events) if isinstance(event, Completion)]
 
     def step(self) -> list[Completion | TextPiece]:
         """Compute until there is something new; returns it, or nothing after a short time."""
-        if self._queue and not self._advancing and not any(lane.has_work for lane in self._lanes):
-            self._fit_contexts()
+        if self._queue and not self._advancing and not any(lane.has_work for lane in self.lanes):
+            self._group.fit([row.sequence for row in self._queue], self._longest_row())
+            if len(self.lanes) > 1 and self._threads is None:
+                self._threads = ThreadPoolExecutor(thread_name_prefix="lane")
         busy = set(self._advancing.values())
-        idle = [lane for lane in self._lanes if lane not in busy]
+        idle = [lane for lane in self.lanes if lane not in busy]
         self._assign(idle)
-        if self._threads is None:
-            return self._with_twins(self._lanes[0].advance())
+        if len(self.lanes) == 1:
+            return self._with_twins(self.lanes[0].advance())
+        assert self._threads is not None
         for lane in idle:
             if lane.has_work:
-                self._advancing[self._threads.submit(lane.advance, _LONGEST_S)] = lane
+                more = bool(self._queue)
+                future = self._threads.submit(lane.advance, _LONGEST_S, more_rows=more)
+                self._advancing[future] = lane
         return self._with_twins(self._collect())
 
     def close(self) -> None:
@@ -171,7 +177,7 @@ class Engine:
         self._collect(wait_for_all=True)
         if self._threads is not None:
             self._threads.shutdown()
-        for lane in self._lanes[1:]:
+        for lane in self.lanes[1:]:
             lane.backend.close()
 
     def _collect(self, *, wait_for_all: bool = False) -> list[Completion | TextPiece]:
@@ -203,14 +209,20 @@ class Engine:
     def _assign(self, idle: list[Lane]) -> None:
         """Give waiting rows to lanes with room, each to the one with the least to do.
 
-        A row that is too long for the contexts waits, with all after it, until the rows before it
-        are done.
+        With several lanes each takes only what it is about to begin, so that the one that gets on
+        faster takes more. A row that is too long for the contexts waits, with all after it, until
+        the rows before it are done.
         """
-        assert self._context is not None, "there is work, so there are contexts"
+        assert self._group.context is not None, "there is work, so there are contexts"
         for lane in idle:
             lane.streams_text = self.streams_text
-        while self._queue and self._wanted_cells(self._queue[0]) <= self._context.row_cells:
-            room = [lane for lane in idle if lane.num_free > 0]
+        while self._queue and self._wanted_cells(self._queue[0]) <= self._group.context.row_cells:
+            room = [
+                lane
+                for lane in idle
+                if lane.num_free > 0
+                and (len(self.lanes) == 1 or lane.waiting_tokens < _AHEAD_TOKENS)
+            ]
             if not room:
                 break
             row = self._queue.popleft()
@@ -226,44 +238,8 @@ class Engine:
         if self.config.order is Order.AUTO:
             self._queue = deque(best_order(self._queue, self._wanted_cells))
 
-    def _fit_contexts(self) -> None:
-        """Make the contexts anew if the waiting rows want larger ones."""
-        config, card, on_gpu = self.config, self.backend.card, self.backend.on_gpu
-        cells = max(self._wanted_cells(row) for row in self._queue)
-        prefixes = {prefix for row in self._queue for prefix in row.sequence.prefixes}
-        prefix_slots = min(PREFIX_SLOTS, len(prefixes))
-        slots = wanted_slots(config, len(self._queue), on_gpu=on_gpu)
-        memory = available_memory()
-        if (now := self._context) is not None:
-            present = now.num_slots * len(self._lanes)
-            enough = cells <= now.row_cells and slots <= present
-            if enough and prefix_slots <= now.num_prefix_slots:
-                return
-            cells, slots = max(cells, now.row_cells), max(slots, present)
-            # What the present contexts take is free when the next ones are made.
-            memory += context_bytes(card, now) * len(self._lanes)
-        lanes = wanted_lanes(config, slots, on_gpu=on_gpu)
-        context = fit_context(config, card, slots, cells, on_gpu, memory, lanes, prefix_slots)
-        self._open(context, lanes)
-        exact = context.pool_cells is None and not context.flash_attention and not on_gpu
-        if self._numerics is Numerics.VARIES and exact and prefix_slots and not config.any_numerics:
-            for row in self._queue:  # a prefix's end would show in the last bits
-                row.sequence.prefixes = ()
-            self._open(replace(context, num_prefix_slots=0), lanes)
-
-    def _open(self, context: ContextConfig, num_lanes: int) -> None:
-        """Make as many lanes, each with such a context."""
-        while len(self._lanes) < num_lanes:
-            self._lanes.append(Lane(self.backend.sibling()))
-        if num_lanes > 1 and self._threads is None:
-            self._threads = ThreadPoolExecutor(thread_name_prefix="lane")
-        found = [lane.open(context) for lane in self._lanes]
-        self._numerics, self._context = found[0], context
-
     def _wanted_cells(self, row: Row) -> int:
-        sequence = row.sequence
-        wanted = sequence.num_prompt + sequence.request.params.max_tokens
-        return min(wanted, self._longest_row())
+        return min(wanted_cells(row.sequence), self._longest_row())
 
     def _longest_row(self) -> int:
         longest = self.config.ctx or self.backend.card.max_ctx

@@ -34,6 +34,7 @@ class FakeBackend:
         )  # fmt: skip
         self.decode_s = 0.0
         self.on_gpu = False
+        self.build = "fake"
         self._step_s = step_s
         self._config: ContextConfig | None = None
         self._slots: list[list[int]] = []

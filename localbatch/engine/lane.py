@@ -88,6 +88,11 @@ class Lane:
         """Rows that could start right away."""
         return self._opened.config.num_slots - len(self._rows)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of rows that have not been begun."""
+        return sum(sequence.num_prompt for sequence in self._opened.waiting)
+
     def add(self, row: Row) -> None:
         """Take a row in."""
         self._rows[id(row.sequence)] = row
@@ -101,14 +106,20 @@ class Lane:
             self._opened.finish(row.sequence, FinishReason.ABORTED)
         return [self.completion(row) for row in rows.values()]
 
-    def advance(self, longest_s: float = 0.0) -> list[Completion | TextPiece]:
-        """Compute a step, or more until there is something to report or the time is over."""
+    def advance(
+        self, longest_s: float = 0.0, *, more_rows: bool = False
+    ) -> list[Completion | TextPiece]:
+        """Compute a step, or more until there is something to report or the time is over.
+
+        With `more_rows`, the lane does not decode in a batch that others could still fill.
+        """
         started = time.perf_counter()
         events: list[Completion | TextPiece] = []
         while self._rows:
             events = self._step()
             self.counters.steps += 1
-            if events or time.perf_counter() - started >= longest_s:
+            hungry = more_rows and self.num_free > 0 and not self._opened.waiting
+            if events or hungry or time.perf_counter() - started >= longest_s:
                 break
         self.counters.run_s += time.perf_counter() - started
         self.counters.decode_s = self.backend.decode_s

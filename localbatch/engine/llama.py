@@ -48,6 +48,7 @@ class LlamaBackend:
     def _use(self, model: binding.Model, path: str, card: ModelCard, *, on_gpu: bool) -> None:
         """Start without a context on a loaded model."""
         self.card, self.on_gpu = card, on_gpu
+        self.build = f"{binding.check_binding()} {binding.system_info()}"
         self._model, self._path = model, path
         self._owns_model = False
         self._context: binding.Context | None = None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from localbatch.data.config import CELL_STEP, MAX_SLOTS, EngineConfig, FlashAttention, KVLayout
+from localbatch.data.config import CELL_STEP, EngineConfig, FlashAttention, KVLayout
 from localbatch.data.errors import ConfigError
 from localbatch.engine.backend import ContextConfig, ModelCard
 from localbatch.engine.machine import available_memory, usable_threads
 
 PREFIX_SLOTS = 4
 """Slots of a lane for prefixes that rows share."""
-
-CPU_LANES = 2
-"""Lanes on a CPU unless told otherwise."""
 
 CPU_SLOTS, GPU_SLOTS = 64, 128
 """Rows in the batch unless told otherwise."""
@@ -27,21 +24,6 @@ def wanted_slots(config: EngineConfig, num_rows: int, *, on_gpu: bool) -> int:
     """Return how many rows should run at one time, memory aside."""
     most = config.parallel or (GPU_SLOTS if on_gpu else CPU_SLOTS)
     return max(1, min(most, num_rows))
-
-
-def wanted_lanes(config: EngineConfig, num_slots: int, *, on_gpu: bool) -> int:
-    """Return how many contexts should share the rows.
-
-    llama.cpp's threads wait for each other after every operation, which costs small models more
-    than half of the second thread's gain. Lanes don't wait for each other.
-    """
-    least = -(-num_slots // (MAX_SLOTS - PREFIX_SLOTS))
-    if config.lanes is not None:
-        return max(config.lanes, least)
-    if on_gpu or config.kv_layout is KVLayout.UNIFIED:
-        return least
-    threads = config.threads or usable_threads()
-    return max(least, min(threads, CPU_LANES, num_slots))
 
 
 def context_bytes(card: ModelCard, context: ContextConfig) -> int:

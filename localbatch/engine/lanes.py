@@ -1,0 +1,97 @@
+"""The lanes of an engine: how many there are, and how large their contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from localbatch.data.config import EngineConfig
+from localbatch.engine.backend import Backend, ContextConfig, Numerics
+from localbatch.engine.calibration import CELLS, Rates, rates_of
+from localbatch.engine.lane import Counters, Lane
+from localbatch.engine.machine import available_memory
+from localbatch.engine.planner import Choice, Layout, Planner, RowShape
+from localbatch.engine.sizing import PREFIX_SLOTS, context_bytes, fit_context, wanted_slots
+from localbatch.scheduler.sequence import Sequence as TokenSequence
+
+
+class LaneGroup:
+    """Lanes on one loaded model, all with contexts of the same shape."""
+
+    def __init__(self, backend: Backend, config: EngineConfig) -> None:
+        self.lanes = [Lane(backend)]
+        self.counters: list[Counters] = [self.lanes[0].counters]
+        """Of all lanes, past ones included."""
+        self.context: ContextConfig | None = None
+        self.numerics: Numerics | None = None
+        self.choice: Choice | None = None
+        self._backend, self._config = backend, config
+
+    def fit(self, waiting: Sequence[TokenSequence], longest: int) -> None:
+        """Make the contexts anew if the waiting rows want larger ones; all lanes must be empty.
+
+        `longest` is the most tokens that a row may have.
+        """
+        config, on_gpu = self._config, self._backend.on_gpu
+        cells = max(min(wanted_cells(sequence), longest) for sequence in waiting)
+        prefixes = {prefix for sequence in waiting for prefix in sequence.prefixes}
+        prefix_slots = min(PREFIX_SLOTS, len(prefixes))
+        slots = wanted_slots(config, len(waiting), on_gpu=on_gpu)
+        memory = available_memory()
+        if (now := self.context) is not None:
+            present = now.num_slots * len(self.lanes)
+            enough = cells <= now.row_cells and slots <= present
+            if enough and prefix_slots <= now.num_prefix_slots:
+                return
+            cells, slots = max(cells, now.row_cells), max(slots, present)
+            # What the present contexts take is free when the next ones are made.
+            memory += context_bytes(self._backend.card, now) * len(self.lanes)
+        planner = Planner(config, self._rates)
+        self.choice = planner.choose([_shape(s) for s in waiting], slots, on_gpu=on_gpu)
+        lanes = self.choice.layout.lanes
+        context = fit_context(
+            config, self._backend.card, slots, cells, on_gpu, memory, lanes, prefix_slots
+        )
+        self._open(context, lanes)
+        if self.numerics is Numerics.VARIES and prefix_slots and self._must_be_exact(context):
+            for sequence in waiting:  # where a prefix ends would show in the last bits
+                sequence.prefixes = ()
+            self._open(replace(context, num_prefix_slots=0), lanes)
+
+    def _must_be_exact(self, context: ContextConfig) -> bool:
+        settings_vary = context.pool_cells is not None or context.flash_attention
+        return not (settings_vary or self._backend.on_gpu or self._config.any_numerics)
+
+    def _open(self, context: ContextConfig, num_lanes: int) -> None:
+        """Make as many lanes, each with such a context."""
+        self._resize(num_lanes)
+        found = [lane.open(context) for lane in self.lanes]
+        self.numerics, self.context = found[0], context
+
+    def _resize(self, num_lanes: int) -> None:
+        while len(self.lanes) > num_lanes:
+            self.lanes.pop().backend.close()
+        while len(self.lanes) < num_lanes:
+            self.lanes.append(Lane(self._backend.sibling()))
+            self.counters.append(self.lanes[-1].counters)
+
+    def _rates(self, layout: Layout) -> Rates | None:
+        """Return how fast a layout is; its contexts must be made anew."""
+        self._resize(layout.lanes)
+        context = fit_context(
+            self._config, self._backend.card, layout.slots * layout.lanes, CELLS,
+            self._backend.on_gpu, lanes=layout.lanes,
+        )  # fmt: skip
+        self.context = None
+        return rates_of(self._config.model, [lane.backend for lane in self.lanes], context)
+
+
+def wanted_cells(sequence: TokenSequence) -> int:
+    """Return the tokens of a row that runs to its `max_tokens`."""
+    return sequence.num_prompt + sequence.request.params.max_tokens
+
+
+def _shape(sequence: TokenSequence) -> RowShape:
+    """Return what a row asks for; what it shares counts as computed by another."""
+    shared = sequence.prefixes[-1].length if sequence.prefixes else 0
+    return RowShape(sequence.num_prompt - shared, sequence.request.params.max_tokens)
