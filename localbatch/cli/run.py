@@ -38,6 +38,11 @@ _SAMPLING = (  # name, type, help
 )
 
 
+def sampling_names() -> list[str]:
+    """Return the names of the parameters that `sampling_options` adds."""
+    return [name for name, _, _ in _SAMPLING]
+
+
 def sampling_options(command: Any) -> Any:
     """Add an option for each sampling parameter; defaults come from `SamplingParams`."""
     for name, kind, text in reversed(_SAMPLING):
@@ -160,9 +165,8 @@ def run(
     Exit codes: 0 every row was answered, 1 the run failed, 2 wrong usage,
     3 some rows failed, 130 interrupted, 141 the reader of the output went away.
     """
-    names = [name for name, _, _ in _SAMPLING]
     params = SamplingParams(
-        **{name: options.pop(name) for name in names}, stop=stop, ignore_eos=ignore_eos
+        **{name: options.pop(name) for name in sampling_names()}, stop=stop, ignore_eos=ignore_eos
     )
     if system is not None and not chat:
         raise ConfigError("--system goes with the chat template, not with --raw")

@@ -91,6 +91,11 @@ class Backend(Protocol):
         """Seconds spent computing (not sampling) since the start."""
         ...
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the context beside the KV cache, as far as they are known."""
+        ...
+
     def open(self, config: ContextConfig) -> Numerics:
         """Make the context, replacing an earlier one."""
         ...

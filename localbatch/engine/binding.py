@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ except Exception as error:  # the package raises what it likes when its library 
         f"llama-cpp-python can't be loaded ({error}); install {SUPPORTED}"
     ) from error
 
+_BUFFER = re.compile(rb"(KV|compute|output) +buffer size += +([0-9.]+) MiB")
 _WARN, _ERROR, _CONTINUED = 3, 4, 5  # enum ggml_log_level in ggml.h
 
 _FIELDS = {
@@ -85,12 +87,15 @@ class LogTail:
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=20)
         self._keep = False
+        self.buffer_mib: dict[str, float] = {}
+        """Buffers that llama.cpp said it made: KV, compute, output."""
         self._callback = lib.llama_log_callback(self._on_log)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Collect while loading; outside of it log calls cost nothing."""
         self._lines.clear()
+        self.buffer_mib.clear()
         lib.llama_log_set(self._callback, ctypes.c_void_p(0))
         try:
             yield
@@ -106,6 +111,9 @@ class LogTail:
     def _on_log(self, level: int, text: bytes, _data: Any) -> None:
         if level != _CONTINUED:
             self._keep = level in (_WARN, _ERROR)
+        if found := _BUFFER.search(text):
+            kind = found[1].decode()
+            self.buffer_mib[kind] = self.buffer_mib.get(kind, 0.0) + float(found[2])
         if self._keep:
             self._lines.append(text.decode("utf-8", "replace"))
 
@@ -310,6 +318,8 @@ class Context:
         if not self.handle:
             reason = log.last() or "no reason given"
             raise EngineError(f"llama.cpp can't make a context of {shape.n_ctx} cells: {reason}")
+        mib = sum(log.buffer_mib.get(kind, 0.0) for kind in ("compute", "output"))
+        self.buffer_bytes = int(mib * (1 << 20))
         self.memory = lib.llama_get_memory(self.handle)
         if not self.memory:
             self.close()

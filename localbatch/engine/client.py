@@ -19,7 +19,7 @@ from localbatch.data.config import EngineConfig
 from localbatch.data.errors import EngineError, WorkerError
 from localbatch.data.request import Completion, Request
 from localbatch.engine.engine import EngineStats, TextPiece
-from localbatch.engine.messages import Abort, Failed, Ready, Report, Start, Submit
+from localbatch.engine.messages import Abort, Failed, Prepare, Ready, Report, Start, Submit
 
 WINDOW = 4096
 """Most rows that are with the worker at one time; more wait in the parent's input."""
@@ -107,6 +107,15 @@ class WorkerClient:
             if in_flight:
                 with contextlib.suppress(WorkerError):
                     self._send(Abort())
+
+    def prepare(self, requests: list[Request]) -> list[Completion]:
+        """Plan for rows, and make the contexts, without computing any; `stats` tells the result.
+
+        Returns the records of rows that can't be computed.
+        """
+        run = next(self._runs)
+        self._send(Prepare(run, requests))
+        return [event for event in self._events_of(run) if isinstance(event, Completion)]
 
     def close(self) -> None:
         """End the worker; unfinished rows are lost."""

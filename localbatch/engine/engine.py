@@ -14,13 +14,13 @@ import numpy as np
 from localbatch.data.config import EngineConfig, KVLayout, Order
 from localbatch.data.errors import InputError
 from localbatch.data.request import Completion, FinishReason, Request, failed_completion
-from localbatch.engine.backend import Backend, Numerics
+from localbatch.engine.backend import Backend, ContextConfig, Numerics
 from localbatch.engine.lane import Lane, Row, TextPiece
 from localbatch.engine.lanes import LaneGroup, wanted_cells
 from localbatch.engine.order import best_order
 from localbatch.engine.planner import Choice
 from localbatch.engine.prompt import PromptEncoder
-from localbatch.engine.sizing import CHUNK
+from localbatch.engine.sizing import CHUNK, context_bytes
 from localbatch.engine.text import TextStream
 from localbatch.scheduler.prefixes import find_prefixes
 from localbatch.scheduler.sequence import Sequence as TokenSequence
@@ -55,6 +55,12 @@ class EngineStats:
     """Of each lane."""
     numerics: Numerics | None = None
     plan: Choice | None = None
+    context: ContextConfig | None = None
+    """Of each lane."""
+    kv_bytes: int = 0
+    """Of all lanes."""
+    buffer_bytes: int = 0
+    """Compute and output buffers of all lanes."""
 
 
 class Engine:
@@ -105,6 +111,9 @@ class Engine:
             threads=context.threads if context else 0,
             numerics=group.numerics,
             plan=group.choice,
+            context=context,
+            kv_bytes=context_bytes(self.backend.card, context) * lanes if context else 0,
+            buffer_bytes=sum(lane.backend.buffer_bytes for lane in group.lanes),
         )
 
     def submit(self, requests: Sequence[Request]) -> list[Completion]:
@@ -153,12 +162,17 @@ class Engine:
         self._queue.clear()
         return [event for event in self._with_twins(events) if isinstance(event, Completion)]
 
-    def step(self) -> list[Completion | TextPiece]:
-        """Compute until there is something new; returns it, or nothing after a short time."""
-        if self._queue and not self._advancing and not any(lane.has_work for lane in self.lanes):
+    def prepare(self) -> None:
+        """Make the contexts for the rows that wait, as the next step would."""
+        at_rest = not self._advancing and not any(lane.has_work for lane in self.lanes)
+        if self._queue and at_rest:
             self._group.fit([row.sequence for row in self._queue], self._longest_row())
             if len(self.lanes) > 1 and self._threads is None:
                 self._threads = ThreadPoolExecutor(thread_name_prefix="lane")
+
+    def step(self) -> list[Completion | TextPiece]:
+        """Compute until there is something new; returns it, or nothing after a short time."""
+        self.prepare()
         busy = set(self._advancing.values())
         idle = [lane for lane in self.lanes if lane not in busy]
         self._assign(idle)

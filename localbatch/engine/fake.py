@@ -35,6 +35,7 @@ class FakeBackend:
         self.decode_s = 0.0
         self.on_gpu = False
         self.build = "fake"
+        self.buffer_bytes = 0
         self._step_s = step_s
         self._config: ContextConfig | None = None
         self._slots: list[list[int]] = []

@@ -62,6 +62,11 @@ class LlamaBackend:
         """Seconds spent in `llama_decode`, all contexts together."""
         return self._past_decode_s + (self._context.decode_s if self._context else 0.0)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the compute and output buffers, by llama.cpp's log."""
+        return self._context.buffer_bytes if self._context else 0
+
     def sibling(self) -> LlamaBackend:
         """Return a backend with a context of its own on the same loaded model."""
         sibling = LlamaBackend.__new__(LlamaBackend)

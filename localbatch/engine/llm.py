@@ -136,6 +136,13 @@ class LLM:
         """
         return self._client.run(rows, streams_text=streams_text)
 
+    def prepare(self, rows: Iterable[Request]) -> list[Completion]:
+        """Plan for rows without computing them; `stats` then has the plan and its memory.
+
+        Returns the records of rows that can't be computed.
+        """
+        return self._client.prepare(list(rows))
+
     def close(self) -> None:
         """End the worker process."""
         self._client.close()

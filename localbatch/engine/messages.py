@@ -28,6 +28,14 @@ class Submit:
 
 
 @dataclass(frozen=True)
+class Prepare:
+    """Make ready for these rows, compute none, and report once."""
+
+    run: int
+    requests: list[Request]
+
+
+@dataclass(frozen=True)
 class Abort:
     """End all rows."""
 

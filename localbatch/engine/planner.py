@@ -135,7 +135,7 @@ class Planner:
             if rates is not None:
                 expected.append((layout, expected_seconds(rows, layout, rates)))
             spent = time.perf_counter() - started
-            if expected and spent * len(layouts) > MOST_SECONDS + spent:
+            if expected and spent + spent / len(expected) > MOST_SECONDS:
                 break
         if not expected:
             return Choice(guess, "by rule: nothing could be measured")

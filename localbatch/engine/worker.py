@@ -23,7 +23,7 @@ from localbatch.engine.backend import Backend
 from localbatch.engine.engine import Engine
 from localbatch.engine.fake import FakeBackend
 from localbatch.engine.lane import TextPiece
-from localbatch.engine.messages import Abort, Failed, Ready, Report, Start, Submit
+from localbatch.engine.messages import Abort, Failed, Prepare, Ready, Report, Start, Submit
 
 _REPORT_EVERY_S = 0.25
 
@@ -86,6 +86,11 @@ def _serve(inbox: queue.SimpleQueue[object], outbox: BinaryIO) -> None:
             if isinstance(message, Submit):
                 run, engine.streams_text = message.run, message.streams_text
                 events += engine.submit(message.requests)
+            elif isinstance(message, Prepare):
+                failed = engine.submit(message.requests)
+                engine.prepare()
+                _send(outbox, Report(message.run, [*failed], engine.stats))
+                engine.abort()
             elif isinstance(message, Abort):
                 engine.abort()
                 events.clear()  # they are of the run that was called off

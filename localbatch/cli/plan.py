@@ -1,0 +1,44 @@
+"""`localbatch plan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from localbatch.cli.main import complete_model, debug_option
+from localbatch.cli.run import engine_options, sampling_names, sampling_options
+from localbatch.data.sampling_params import SamplingParams
+from localbatch.jobs.plan import plan_job
+
+
+@click.command(short_help="Say how a job would be run, and why.")
+@click.argument("model", shell_complete=complete_model)
+@click.argument("source", metavar="[INPUT]", required=False, type=click.Path(allow_dash=True))
+@sampling_options
+@click.option("--system", default=None, help="System message for rows that have none.")
+@click.option(
+    "--chat/--raw",
+    default=True,
+    show_default=True,
+    help="Put prompts into the model's chat template, or take them as they are.",
+)
+@engine_options
+@debug_option
+def plan(model: str, source: str | None, system: str | None, chat: bool, **options: Any) -> None:
+    """Say how `run` would work on INPUT with MODEL: lanes, threads, batch, memory and time.
+
+    The model is loaded and, if the job is long enough, measured for some seconds; what was measured
+    is kept for later runs. Nothing is computed. Without INPUT an example job is planned.
+
+    \b
+    Examples:
+      localbatch plan smollm2-135m
+      localbatch plan model.gguf prompts.jsonl --max-tokens 200
+      localbatch plan model.gguf prompts.jsonl --lanes 1 --parallel 16
+    """
+    params = SamplingParams(**{name: options.pop(name) for name in sampling_names()})
+    lines = plan_job(model, source, params, chat=chat, system=system, engine=options)
+    width = max(len(what) for what, _ in lines)
+    for what, value in lines:
+        click.echo(f"{what:<{width}}  {value}")

@@ -1,0 +1,117 @@
+"""What a job would run like: the plan, its reasons, its memory and its time, in words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from localbatch.data.errors import ConfigError
+from localbatch.data.request import Completion, Request
+from localbatch.data.sampling_params import SamplingParams
+from localbatch.engine.backend import ContextConfig, ModelCard, Numerics
+from localbatch.engine.client import WINDOW
+from localbatch.engine.engine import EngineStats
+from localbatch.engine.llm import LLM
+from localbatch.engine.machine import available_memory
+from localbatch.engine.planner import Choice, Layout
+from localbatch.jobs.inputs import open_input, read_requests
+
+_MIB = 1 << 20
+_EXAMPLE_ROWS, _EXAMPLE_WORDS = 100, 150
+
+_NUMERICS = {
+    Numerics.SAME_AS_ALONE: "the same as one row at a time, to the bit",
+    Numerics.SAME_IN_ANY_BATCH: "the same in any batch, to the bit",
+    Numerics.VARIES: "may vary with the batch",
+}
+
+
+def plan_job(
+    model: str,
+    source: str | None,
+    params: SamplingParams,
+    *,
+    chat: bool,
+    system: str | None,
+    engine: Mapping[str, Any],
+) -> list[tuple[str, str]]:
+    """Return lines of (what, value): what would be run, how, why, in what memory and time.
+
+    Without a source, an example job is planned. Loads the model and makes the contexts, but
+    computes no row. Raises `LocalbatchError` if the model, the input or the settings won't do.
+    """
+    with LLM(model, **engine) as llm:
+        requests, job = _example(params), f"an example: {_EXAMPLE_ROWS} rows"
+        if source is not None:
+            with open_input(source) as opened:
+                rows = read_requests(opened, params, chat=chat, system=system)
+                requests, job = _requests(rows, source)
+        failed = llm.prepare(requests)
+        stats = llm.stats
+        if stats.plan is None or stats.context is None:
+            reason = f": {failed[0].error}" if failed else ""
+            raise ConfigError(f"{source}: no row can be computed{reason}")
+        return [
+            ("model", f"{llm.card.description}, {model}"),
+            ("job", job + (f"; {len(failed)} can't be computed" if failed else "")),
+            ("plan", _plan_line(stats.plan.layout, stats.context)),
+            ("because", _reason_line(stats.plan)),
+            ("answers", _NUMERICS[stats.numerics or Numerics.VARIES]),
+            ("memory", _memory_line(llm.card, stats)),
+            ("expected", _time_line(stats.plan)),
+        ]
+
+
+def _example(params: SamplingParams) -> list[Request]:
+    """Return rows that have nothing in common."""
+    return [
+        Request(i, i, prompt=f"{i} " + "word " * _EXAMPLE_WORDS, params=params)
+        for i in range(_EXAMPLE_ROWS)
+    ]
+
+
+def _requests(rows: Iterable[Request | Completion], source: str) -> tuple[list[Request], str]:
+    """Return the rows of the first window, which the plan is made for, and a line on them."""
+    first = list(itertools.islice(rows, WINDOW))
+    requests = [row for row in first if isinstance(row, Request)]
+    bad = len(first) - len(requests)
+    more = ", the first of the file" if len(first) == WINDOW else ""
+    job = f"{len(requests)} rows of {source}{more}" + (f"; {bad} can't be read" if bad else "")
+    return requests, job
+
+
+def _layout(layout: Layout) -> str:
+    lanes = "1 lane" if layout.lanes == 1 else f"{layout.lanes} lanes"
+    threads = "1 thread" if layout.threads == 1 else f"{layout.threads} threads"
+    return f"{lanes} of {threads} and {layout.slots} rows"
+
+
+def _plan_line(layout: Layout, context: ContextConfig) -> str:
+    kind = "streams" if context.pool_cells is None else f"one pool of {context.pool_cells} cells"
+    flash = "on" if context.flash_attention else "off"
+    shared = f", {context.num_prefix_slots} prefix slots" if context.num_prefix_slots else ""
+    return (
+        f"{_layout(layout)}; {kind} of {context.row_cells} cells a row{shared}; "
+        f"flash attention {flash}; prompts in chunks of {context.chunk}"
+    )
+
+
+def _reason_line(choice: Choice) -> str:
+    others = [f"{_layout(layout)} would take {seconds:.0f} s" for layout, seconds in choice.others]
+    return "; ".join([choice.reason, *others])
+
+
+def _memory_line(card: ModelCard, stats: EngineStats) -> str:
+    weights, cache, buffers = card.file_bytes, stats.kv_bytes, stats.buffer_bytes
+    return (
+        f"{(weights + cache + buffers) / _MIB:,.0f} MiB: {weights / _MIB:,.0f} of weights, "
+        f"{cache / _MIB:,.0f} of KV cache, {buffers / _MIB:,.0f} of buffers; "
+        f"{available_memory() / _MIB:,.0f} MiB are left"
+    )
+
+
+def _time_line(choice: Choice) -> str:
+    if choice.expected_s is None:
+        return "not measured"
+    return f"{choice.expected_s:.0f} s if every row runs to its max_tokens"
