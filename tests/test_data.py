@@ -372,7 +372,8 @@ class TestEngineConfig:
 
         def config(value: Any) -> EngineConfig:
             changes: dict[str, Any] = {name: value}
-            return EngineConfig("m", kv_layout=KVLayout.UNIFIED, **changes)
+            layout = KVLayout.UNIFIED if name == "kv_cells" else KVLayout.STREAMS
+            return EngineConfig("m", kv_layout=layout, **changes)
 
         for value in (low, high):
             assert value == getattr(config(value), name)
@@ -387,6 +388,18 @@ class TestEngineConfig:
         with pytest.raises(ConfigError) as caught:
             EngineConfig("m", backend="vllm")
         assert str(caught.value) == "backend: must be 'llama' or 'fake', not 'vllm'"
+
+    def test_lanes_need_streams(self) -> None:
+        """A pool that all rows share is in one context."""
+        with pytest.raises(
+            ConfigError, match=r"^lanes: more than one goes with the streams layout"
+        ):
+            EngineConfig("m", kv_layout=KVLayout.UNIFIED, lanes=2)
+
+    def test_chunks_end_at_multiples_of_four(self) -> None:
+        """Where prompts may be cut without a change of bits."""
+        with pytest.raises(ConfigError, match=r"^ubatch: must be a multiple of 4, not 33"):
+            EngineConfig("m", ubatch=33)
 
     def test_shared_cells_need_the_shared_layout(self) -> None:
         """`kv_cells` means nothing in streams, so it is refused there."""

@@ -58,7 +58,8 @@ class EngineConfig:
     ctx: int | None = None
     """Most tokens of one row, prompt and answer together."""
     parallel: int | None = None
-    """Most rows in the batch at one time, all lanes together."""
+    """Most rows in the batch at one time, all lanes together; rounded up to what lanes share
+    evenly."""
     threads: int | None = None
     """CPU threads of llama.cpp, all lanes together."""
     lanes: int | None = None
@@ -91,6 +92,10 @@ class EngineConfig:
         _optional_range("threads", self.threads, 1, 512)
         _optional_range("gpu_layers", self.gpu_layers, -1, 10_000)
         _optional_range("kv_cells", self.kv_cells, 8, 2**31 - 1)
+        if self.ubatch is not None and self.ubatch % 4:
+            raise ConfigError(f"ubatch: must be a multiple of 4, not {self.ubatch}")
+        if self.kv_layout is KVLayout.UNIFIED and (self.lanes or 1) > 1:
+            raise ConfigError("lanes: more than one goes with the streams layout only")
         if self.kv_cells is not None and self.kv_layout is not KVLayout.UNIFIED:
             raise ConfigError("kv_cells: goes with the unified layout only")
 

@@ -90,7 +90,7 @@ def measure(backends: Sequence[Backend], context: ContextConfig) -> Rates:
     with ThreadPoolExecutor(len(probes)) as threads:
         for _ in range(_ROUNDS):
             prompt_s = min(prompt_s, max(threads.map(_Probe.prompts_s, probes)))
-            for rows in sizes:
+            for rows in reversed(sizes):  # padding uses up the slots above a batch
                 taken = threads.map(_Probe.step_s, probes, itertools.repeat(rows))
                 steps[rows] = min(steps[rows], max(taken))
     return Rates(PROMPT_TOKENS / prompt_s, tuple(steps.items()))
@@ -108,7 +108,7 @@ class _Probe:
     def prompts_s(self) -> float:
         """Return the seconds of a prompt; all slots hold one afterwards."""
         slots = list(range(self._num_slots))
-        measured = [_row(slot, 0, PROMPT_TOKENS) for slot in slots[:2]]
+        measured = [self._row(slot, 0, PROMPT_TOKENS) for slot in slots[:2]]
         started = time.perf_counter()
         self._backend.forward(StepPlan(measured, [], slots), sample)
         taken = (time.perf_counter() - started) / len(measured)
@@ -119,15 +119,15 @@ class _Probe:
 
     def step_s(self, num_rows: int) -> float:
         """Return the seconds of a decode step."""
-        rows = [_row(s, self._lengths[s], self._lengths[s] + 1) for s in range(num_rows)]
+        rows = [self._row(s, self._lengths[s], self._lengths[s] + 1) for s in range(num_rows)]
         for slot in range(num_rows):
             self._lengths[slot] += 1
         started = time.perf_counter()
         self._backend.forward(StepPlan(rows, [], []), sample)
         return time.perf_counter() - started
 
-
-def _row(slot: int, start: int, end: int) -> PlanRow:
-    sequence = TokenSequence(_REQUEST, [3 + i % 200 for i in range(end)])
-    is_prefill = end - start > 1
-    return PlanRow(sequence, slot, start, end, wants_logits=True, is_prefill=is_prefill)
+    def _row(self, slot: int, start: int, end: int) -> PlanRow:
+        tokens = [i % self._backend.card.num_vocab for i in range(end)]
+        is_prefill = end - start > 1
+        sequence = TokenSequence(_REQUEST, tokens)
+        return PlanRow(sequence, slot, start, end, wants_logits=True, is_prefill=is_prefill)

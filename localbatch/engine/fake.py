@@ -64,6 +64,7 @@ class FakeBackend:
         start = time.perf_counter()
         if self._step_s:
             time.sleep(self._step_s)
+        self._check_own_slots(plan)
         for slot in plan.releases:
             self._slot(slot).clear()
         for source, target in plan.moves:
@@ -90,6 +91,14 @@ class FakeBackend:
     def close(self) -> None:
         """Forget everything."""
         self._config, self._slots = None, []
+
+    def _check_own_slots(self, plan: StepPlan) -> None:
+        """Raise `DecodeError` for what only copies may touch."""
+        assert self._config is not None
+        slots = [row.slot for row in plan.rows] + plan.releases
+        slots += [slot for move in plan.moves for slot in move]
+        if slots and max(slots) >= self._config.num_slots:
+            raise DecodeError(f"a slot is outside of 0..{self._config.num_slots - 1}", -1)
 
     def _slot_number(self, slot: int) -> int:
         if not 0 <= slot < len(self._slots):

@@ -144,10 +144,12 @@ class Lane:
     def _note_start(self, plan: StepPlan) -> None:
         now = time.perf_counter()
         for plan_row in plan.rows:
-            if plan_row.is_prefill:
-                row = self._rows[id(plan_row.sequence)]
+            sequence = plan_row.sequence
+            if plan_row.start < sequence.num_prompt:
+                row = self._rows[id(sequence)]
                 row.admitted = row.admitted or now
-                self.counters.computed_prompt_tokens += plan_row.end - plan_row.start
+                computed = min(plan_row.end, sequence.num_prompt) - plan_row.start
+                self.counters.computed_prompt_tokens += computed
 
     def _take_tokens(
         self,

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from localbatch.data.config import EngineConfig
+from localbatch.data.config import MAX_LANES, EngineConfig
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
 from localbatch.engine.calibration import CELLS, Rates, rates_of
 from localbatch.engine.lane import Counters, Lane
 from localbatch.engine.machine import available_memory
 from localbatch.engine.planner import Choice, Layout, Planner, RowShape
-from localbatch.engine.sizing import PREFIX_SLOTS, context_bytes, fit_context, wanted_slots
+from localbatch.engine.sizing import (
+    PREFIX_SLOTS,
+    context_bytes,
+    fit_context,
+    kv_budget,
+    wanted_slots,
+)
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 
 
@@ -25,6 +31,7 @@ class LaneGroup:
         self.context: ContextConfig | None = None
         self.numerics: Numerics | None = None
         self.choice: Choice | None = None
+        self._asked_prefix_slots = 0  # memory may not have allowed them
         self._backend, self._config = backend, config
 
     def fit(self, waiting: Sequence[TokenSequence], longest: int) -> None:
@@ -41,22 +48,32 @@ class LaneGroup:
         if (now := self.context) is not None:
             present = now.num_slots * len(self.lanes)
             enough = cells <= now.row_cells and slots <= present
-            if enough and prefix_slots <= now.num_prefix_slots:
+            if enough and prefix_slots <= self._asked_prefix_slots:
                 return
             cells, slots = max(cells, now.row_cells), max(slots, present)
             # What the present contexts take is free when the next ones are made.
             memory += context_bytes(self._backend.card, now) * len(self.lanes)
+        self._asked_prefix_slots = prefix_slots
         planner = Planner(config, self._rates)
-        self.choice = planner.choose([_shape(s) for s in waiting], slots, on_gpu=on_gpu)
-        lanes = self.choice.layout.lanes
+        shapes = [_shape(sequence) for sequence in waiting]
+        self.choice = planner.choose(shapes, slots, on_gpu=on_gpu, row_cells=cells)
+        lanes = min(self.choice.layout.lanes, self._affordable(cells, memory))
         context = fit_context(
             config, self._backend.card, slots, cells, on_gpu, memory, lanes, prefix_slots
         )
+        context = replace(context, flash_attention=self.choice.layout.flash_attention)
         self._open(context, lanes)
         if self.numerics is Numerics.VARIES and prefix_slots and self._must_be_exact(context):
             for sequence in waiting:  # where a prefix ends would show in the last bits
                 sequence.prefixes = ()
             self._open(replace(context, num_prefix_slots=0), lanes)
+
+    def _affordable(self, cells: int, memory: int) -> int:
+        """Return the most lanes that memory allows, with a row each."""
+        one = fit_context(self._config, self._backend.card, 1, cells, self._backend.on_gpu, memory)
+        if self._backend.on_gpu:
+            return MAX_LANES
+        return max(1, kv_budget(memory) // max(1, context_bytes(self._backend.card, one)))
 
     def _must_be_exact(self, context: ContextConfig) -> bool:
         settings_vary = context.pool_cells is not None or context.flash_attention
@@ -82,6 +99,7 @@ class LaneGroup:
             self._config, self._backend.card, layout.slots * layout.lanes, CELLS,
             self._backend.on_gpu, lanes=layout.lanes,
         )  # fmt: skip
+        context = replace(context, flash_attention=layout.flash_attention)
         self.context = None
         return rates_of(self._config.model, [lane.backend for lane in self.lanes], context)
 

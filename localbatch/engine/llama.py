@@ -11,7 +11,7 @@ import numpy as np
 from localbatch.data.errors import DecodeError, ModelError
 from localbatch.engine import binding
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics, Sample
-from localbatch.engine.numerics import numerics_of, padded
+from localbatch.engine.numerics import cuts_alike_of, numerics_of, padded
 from localbatch.scheduler.plan import PlanRow, StepPlan
 
 _CODES = {  # include/llama.h, llama_decode
@@ -83,6 +83,9 @@ class LlamaBackend:
             numerics = numerics_of(self._model, self._path, config.threads)
         self._pads = numerics is Numerics.SAME_IN_ANY_BATCH
         self._num_padding = padded(config.num_slots) - config.num_slots if self._pads else 0
+        if exact and config.num_prefix_slots:
+            alike = cuts_alike_of(self._model, self._path, config.threads)
+            numerics = numerics if alike else Numerics.VARIES
         self._context = binding.Context(self._model, self._shape(config))
         if self._context.n_ctx_seq < config.row_cells:
             raise DecodeError(

@@ -11,6 +11,8 @@ chunks are always computed alone and cut at fixed places, so they are alike anyw
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,11 +25,58 @@ _STEP, _LEAST = 4, 8
 _PROMPT = 5
 _SIZES_ALIKE = (1, 9, 16)  # alone; over both thresholds with a remainder; and without one
 _PADDED_ALIKE = (8, 12, 16)
+_CUT_PROMPT, _CUTS = 47, (8, 20, 36)  # a remainder to 4 at the end; pieces from 8 to 39 tokens
 
 
 def padded(rows: int) -> int:
     """Return the number of rows of a padded decode batch."""
     return max(_LEAST, -(-rows // _STEP) * _STEP)
+
+
+def cuts_alike_of(model: binding.Model, path: str, threads: int) -> bool:
+    """Return what `cuts_alike` finds, or found in an earlier run on this machine."""
+    cache = FactCache()
+    key = fact_key("cuts 1", path, threads, binding.check_binding(), binding.system_info())
+    known = cache.get(key)
+    if known not in ("alike", "differ"):
+        known = "alike" if cuts_alike(model, threads) else "differ"
+        cache.put(key, known)
+    return known == "alike"
+
+
+def cuts_alike(model: binding.Model, threads: int) -> bool:
+    """Compute a prompt whole and in two pieces, as rows with a shared prefix do; compare bits.
+
+    Shared prefixes end at multiples of 4 and leave at least 8 tokens on both sides
+    (`scheduler/prefixes.py`).
+    """
+    shape = binding.ContextShape(
+        n_seq_max=1, n_ctx=256, n_batch=_CUT_PROMPT, n_ubatch=_CUT_PROMPT, threads=threads,
+        unified=False, flash_attention=False,
+    )  # fmt: skip
+    context = binding.Context(model, shape)
+    try:
+        whole = _prompt_logits(context, (_CUT_PROMPT,))
+        return all(
+            np.array_equal(_prompt_logits(context, (cut, _CUT_PROMPT)), whole) for cut in _CUTS
+        )
+    finally:
+        context.close()
+
+
+def _prompt_logits(context: binding.Context, ends: tuple[int, ...]) -> npt.NDArray[np.uint32]:
+    """Return the bits of a prompt's logits, computed in pieces with these ends."""
+    context.remove(0)
+    for start, end in itertools.pairwise((0, *ends)):
+        size = end - start
+        context.tokens[:size] = np.arange(start, end) % context.num_vocab
+        context.positions[:size] = np.arange(start, end)
+        context.set_slots(0, size, 0)
+        context.wants[:size] = 0
+        context.wants[size - 1] = 1
+        _checked(context.decode(size))
+    bits: npt.NDArray[np.uint32] = context.logits(1)[0].view(np.uint32).copy()
+    return bits
 
 
 def numerics_of(model: binding.Model, path: str, threads: int) -> Numerics:

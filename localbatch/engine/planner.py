@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from localbatch.data.config import MAX_SLOTS, EngineConfig, KVLayout
+from localbatch.data.config import CELL_STEP, MAX_SLOTS, EngineConfig, FlashAttention, KVLayout
 from localbatch.engine.calibration import Rates
 from localbatch.engine.machine import usable_threads
 from localbatch.engine.sizing import PREFIX_SLOTS
@@ -46,6 +46,7 @@ class Layout:
     """Of each lane."""
     slots: int
     """Of each lane."""
+    flash_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,24 @@ class Choice:
     """Other layouts that were measured, and their expected seconds."""
 
 
-def candidates(config: EngineConfig, slots: int, *, on_gpu: bool) -> list[Layout]:
+def candidates(
+    config: EngineConfig, slots: int, *, on_gpu: bool, short_rows: bool = False
+) -> list[Layout]:
     """Return the layouts of `slots` rows that the settings allow, the rule's guess first.
+
+    On a CPU flash attention changes the last bits, so it must be asked for or allowed; and
+    llama.cpp is many times slower with it where prompts go on from a long beginning, so it is only
+    weighed for `short_rows`.
 
     Lanes split the threads evenly. With a GPU there is one unless more are asked for or needed.
     """
     threads = config.threads or usable_threads()
     least = -(-slots // (MAX_SLOTS - PREFIX_SLOTS))
-    if config.lanes is not None:
-        counts = [max(config.lanes, least)]
-    elif on_gpu or config.kv_layout is KVLayout.UNIFIED:
+    if config.kv_layout is KVLayout.UNIFIED:
+        counts = [1]
+    elif config.lanes is not None:
+        counts = [max(min(config.lanes, slots), least)]
+    elif on_gpu:
         counts = [least]
     else:
         most = max(least, min(threads, slots))
@@ -77,7 +86,11 @@ def candidates(config: EngineConfig, slots: int, *, on_gpu: bool) -> list[Layout
         guess = max(least, min(GUESS_LANES, most))
         counts = [guess, *(n for n in [*powers, most] if n != guess and n >= least)]
     unique = list(dict.fromkeys(counts))
-    return [Layout(n, max(1, threads // n), -(-slots // n)) for n in unique]
+    flash = config.flash_attention
+    fused = [flash is FlashAttention.ON or (flash is FlashAttention.AUTO and on_gpu)]
+    if flash is FlashAttention.AUTO and config.any_numerics and short_rows and not on_gpu:
+        fused.append(True)
+    return [Layout(n, max(1, threads // n), -(-slots // n), on) for on in fused for n in unique]
 
 
 def expected_seconds(rows: Sequence[RowShape], layout: Layout, rates: Rates) -> float:
@@ -119,9 +132,15 @@ class Planner:
     def __init__(self, config: EngineConfig, measure: Callable[[Layout], Rates | None]) -> None:
         self._config, self._measure = config, measure
 
-    def choose(self, rows: Sequence[RowShape], slots: int, *, on_gpu: bool) -> Choice:
-        """Return the layout with the least expected time, measuring where that may pay."""
-        layouts = candidates(self._config, slots, on_gpu=on_gpu)
+    def choose(
+        self, rows: Sequence[RowShape], slots: int, *, on_gpu: bool, row_cells: int = CELL_STEP + 1
+    ) -> Choice:
+        """Return the layout with the least expected time, measuring where that may pay.
+
+        `row_cells` is the length of the longest row.
+        """
+        short = row_cells <= CELL_STEP
+        layouts = candidates(self._config, slots, on_gpu=on_gpu, short_rows=short)
         guess = layouts[0]
         if len(layouts) == 1:
             return Choice(guess, "the only split of the cores that the settings allow")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localbatch.data.config import CELL_STEP, EngineConfig, FlashAttention, KVLayout
+from localbatch.data.config import CELL_STEP, MAX_SLOTS, EngineConfig, FlashAttention, KVLayout
 from localbatch.data.errors import ConfigError
 from localbatch.engine.backend import ContextConfig, ModelCard
 from localbatch.engine.machine import available_memory, usable_threads
@@ -23,6 +23,8 @@ _MIB = 1 << 20
 def wanted_slots(config: EngineConfig, num_rows: int, *, on_gpu: bool) -> int:
     """Return how many rows should run at one time, memory aside."""
     most = config.parallel or (GPU_SLOTS if on_gpu else CPU_SLOTS)
+    if config.kv_layout is KVLayout.UNIFIED:
+        most = min(most, MAX_SLOTS)  # one context holds them all
     return max(1, min(most, num_rows))
 
 
@@ -31,6 +33,11 @@ def context_bytes(card: ModelCard, context: ContextConfig) -> int:
     if context.pool_cells is not None:
         return kv_bytes(card, 1, context.pool_cells)
     return kv_bytes(card, context.num_slots + context.num_prefix_slots, context.row_cells)
+
+
+def kv_budget(memory: int) -> int:
+    """Return the bytes that KV caches may take of what is available."""
+    return int(memory * _SHARE)
 
 
 def kv_bytes(card: ModelCard, num_slots: int, row_cells: int) -> int:
@@ -55,21 +62,23 @@ def fit_context(
     """
     row_cells, pool = _rounded(cells), None
     memory = available_memory() if memory is None else memory
-    budget = int(memory * _SHARE)
+    budget, fitting = kv_budget(memory), None
     if config.kv_cells is not None:  # the pool is as large as it was asked for, whatever the rows
         pool = _rounded(config.kv_cells)
         if not on_gpu and kv_bytes(card, 1, pool) > budget:
             raise ConfigError(_pool_too_large(card, pool, budget))
     elif not on_gpu:
         fitting = budget // max(1, kv_bytes(card, 1, row_cells))
-        if fitting < num_slots + lanes * num_prefix_slots:
-            num_prefix_slots = 0  # the first to go
         if fitting < num_slots and (config.parallel is not None or fitting < 1):
             raise ConfigError(_too_large(card, num_slots, row_cells, budget, fitting))
         num_slots = min(num_slots, fitting)
-    each = max(1, num_slots // lanes) if num_slots % lanes == 0 else num_slots // lanes + 1
+    each = -(-num_slots // lanes)
+    if fitting is not None and each * lanes > fitting:
+        each = max(1, fitting // lanes)
+    if fitting is not None and (each + num_prefix_slots) * lanes > fitting:
+        num_prefix_slots = 0
     if config.kv_layout is KVLayout.UNIFIED:
-        pool = (pool or num_slots * row_cells) // lanes
+        pool = pool or num_slots * row_cells
     if pool is not None:
         row_cells = min(row_cells, pool)
     flash = config.flash_attention

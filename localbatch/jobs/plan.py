@@ -84,7 +84,8 @@ def _requests(rows: Iterable[Request | Completion], source: str) -> tuple[list[R
 def _layout(layout: Layout) -> str:
     lanes = "1 lane" if layout.lanes == 1 else f"{layout.lanes} lanes"
     threads = "1 thread" if layout.threads == 1 else f"{layout.threads} threads"
-    return f"{lanes} of {threads} and {layout.slots} rows"
+    fused = " with flash attention" if layout.flash_attention else ""
+    return f"{lanes} of {threads} and {layout.slots} rows{fused}"
 
 
 def _plan_line(layout: Layout, context: ContextConfig) -> str:

@@ -50,7 +50,7 @@ def find_prefixes(prompts: SequenceOf[list[int]], chunk: int = 512) -> list[tupl
     """
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
     shared = [
-        _cut(_common_length(prompts[a], prompts[b]), chunk) for a, b in itertools.pairwise(order)
+        _cut(_shareable_length(prompts[a], prompts[b]), chunk) for a, b in itertools.pairwise(order)
     ]
     paths: list[tuple[Prefix, ...]] = [()] * len(prompts)
     for run in sorted(_runs(shared), key=lambda run: run.length):
@@ -74,7 +74,12 @@ def _cut(length: int, chunk: int) -> int:
     start, beyond = length // chunk * chunk, length % chunk // ALIGNMENT * ALIGNMENT
     if beyond < LEAST_ROWS:
         return start
-    return start + min(beyond, chunk - LEAST_ROWS)
+    return start + min(beyond, (chunk - LEAST_ROWS) // ALIGNMENT * ALIGNMENT)
+
+
+def _shareable_length(a: list[int], b: list[int]) -> int:
+    """Return how many tokens two prompts begin with alike, of which neither is whole."""
+    return max(0, min(_common_length(a, b), min(len(a), len(b)) - LEAST_ROWS))
 
 
 def _common_length(a: list[int], b: list[int]) -> int:
