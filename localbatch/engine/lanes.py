@@ -31,7 +31,7 @@ class LaneGroup:
         self.context: ContextConfig | None = None
         self.numerics: Numerics | None = None
         self.choice: Choice | None = None
-        self._asked_prefix_slots = 0  # memory may not have allowed them
+        self._asked = (0, 0)  # slots and prefix slots; memory may not have allowed them
         self._backend, self._config = backend, config
 
     def fit(self, waiting: Sequence[TokenSequence], longest: int) -> None:
@@ -47,13 +47,14 @@ class LaneGroup:
         memory = available_memory()
         if (now := self.context) is not None:
             present = now.num_slots * len(self.lanes)
-            enough = cells <= now.row_cells and slots <= present
-            if enough and prefix_slots <= self._asked_prefix_slots:
+            asked_slots, asked_prefix_slots = self._asked
+            enough = cells <= now.row_cells and slots <= max(present, asked_slots)
+            if enough and prefix_slots <= asked_prefix_slots:
                 return
             cells, slots = max(cells, now.row_cells), max(slots, present)
             # What the present contexts take is free when the next ones are made.
             memory += context_bytes(self._backend.card, now) * len(self.lanes)
-        self._asked_prefix_slots = prefix_slots
+        self._asked = (slots, prefix_slots)
         planner = Planner(config, self._rates)
         shapes = [_shape(sequence) for sequence in waiting]
         self.choice = planner.choose(shapes, slots, on_gpu=on_gpu, row_cells=cells)
