@@ -104,6 +104,17 @@ def promises_nothing(backend: LlamaBackend) -> bool:
     return backend.open(ContextConfig(1, CELLS, None, 512, threads=1)) is Numerics.VARIES
 
 
+def test_every_weight_type_is_promised(tiny_models: dict[str, Path]) -> None:
+    """No test of the promise is skipped unnoticed: where the probe finds nothing, this one fails."""
+    without = []
+    for kind, path in tiny_models.items():
+        backend = LlamaBackend(str(path))
+        without += [kind] if promises_nothing(backend) else []
+        backend.close()
+
+    assert without == []
+
+
 class TestSameBits:
     def test_in_any_batch(self, backend: LlamaBackend) -> None:
         """Whatever the batch's size, the neighbours, the place and the number of threads.

@@ -191,6 +191,13 @@ class TestCommand:
         assert lines["plan"].startswith("1 lane of 1 thread and 2 rows; streams of 768 cells")
         assert lines["expected"] == "not measured"
 
+    def test_a_system_message_needs_the_template(self) -> None:
+        """As in `run`."""
+        result = CliRunner().invoke(main, ["plan", "fake", "--raw", "--system", "x"])
+
+        assert result.exit_code == 2
+        assert "--system goes with the chat template" in result.stderr
+
     def test_no_usable_row(self, tmp_path: Path) -> None:
         """One line that says so, exit code 2."""
         rows = tmp_path / "rows.jsonl"

@@ -7,7 +7,13 @@ from typing import Any
 import click
 
 from localbatch.cli.main import complete_model, debug_option
-from localbatch.cli.run import engine_options, sampling_names, sampling_options
+from localbatch.cli.run import (
+    check_prompt_options,
+    engine_options,
+    prompt_options,
+    sampling_names,
+    sampling_options,
+)
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.jobs.plan import plan_job
 
@@ -16,13 +22,7 @@ from localbatch.jobs.plan import plan_job
 @click.argument("model", shell_complete=complete_model)
 @click.argument("source", metavar="[INPUT]", required=False, type=click.Path(allow_dash=True))
 @sampling_options
-@click.option("--system", default=None, help="System message for rows that have none.")
-@click.option(
-    "--chat/--raw",
-    default=True,
-    show_default=True,
-    help="Put prompts into the model's chat template, or take them as they are.",
-)
+@prompt_options
 @engine_options
 @debug_option
 def plan(model: str, source: str | None, system: str | None, chat: bool, **options: Any) -> None:
@@ -37,6 +37,7 @@ def plan(model: str, source: str | None, system: str | None, chat: bool, **optio
       localbatch plan model.gguf prompts.jsonl --max-tokens 200
       localbatch plan model.gguf prompts.jsonl --lanes 1 --parallel 16
     """
+    check_prompt_options(system, chat=chat)
     params = SamplingParams(**{name: options.pop(name) for name in sampling_names()})
     lines = plan_job(model, source, params, chat=chat, system=system, engine=options)
     width = max(len(what) for what, _ in lines)

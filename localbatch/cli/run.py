@@ -53,6 +53,25 @@ def sampling_options(command: Any) -> Any:
     return command
 
 
+def prompt_options(command: Any) -> Any:
+    """Add the options that say how a row's text becomes a prompt."""
+    command = click.option(
+        "--chat/--raw",
+        default=True,
+        show_default=True,
+        help="Put prompts into the model's chat template, or take them as they are.",
+    )(command)
+    return click.option("--system", default=None, help="System message for rows that have none.")(
+        command
+    )
+
+
+def check_prompt_options(system: str | None, *, chat: bool) -> None:
+    """Raise `ConfigError` if the options of `prompt_options` contradict each other."""
+    if system is not None and not chat:
+        raise ConfigError("--system goes with the chat template, not with --raw")
+
+
 def engine_options(command: Any) -> Any:
     """Add the options that say how much of the machine to use, and how."""
     auto: dict[str, Any] = {"type": int, "default": None, "show_default": "automatic"}
@@ -123,13 +142,7 @@ def engine_options(command: Any) -> Any:
 @sampling_options
 @click.option("--stop", multiple=True, help="End an answer before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens whatever the model says.")
-@click.option("--system", default=None, help="System message for rows that have none.")
-@click.option(
-    "--chat/--raw",
-    default=True,
-    show_default=True,
-    help="Put prompts into the model's chat template, or take them as they are.",
-)
+@prompt_options
 @engine_options
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar and no summary.")
 @debug_option
@@ -168,8 +181,7 @@ def run(
     params = SamplingParams(
         **{name: options.pop(name) for name in sampling_names()}, stop=stop, ignore_eos=ignore_eos
     )
-    if system is not None and not chat:
-        raise ConfigError("--system goes with the chat template, not with --raw")
+    check_prompt_options(system, chat=chat)
     config = JobConfig(
         model=model, source=source, output=output, params=params, chat=chat, system=system,
         quiet=quiet, engine=options,
