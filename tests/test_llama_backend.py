@@ -105,7 +105,7 @@ def promises_nothing(backend: LlamaBackend) -> bool:
 
 
 def test_every_weight_type_is_promised(tiny_models: dict[str, Path]) -> None:
-    """No test of the promise is skipped unnoticed: where the probe finds nothing, this one fails."""
+    """Tests of the promise are not skipped unnoticed: where none is made, this one fails."""
     without = []
     for kind, path in tiny_models.items():
         backend = LlamaBackend(str(path))
