@@ -296,7 +296,9 @@ def test_settings_out_of_range_are_refused() -> None:
         LLM("fake", backend="fake", parallel=0)
     with pytest.raises(ConfigError, match="backend: must be 'llama' or 'fake', not 'other'"):
         LLM("fake", backend="other")
-    with pytest.raises(ConfigError, match="'sideways' is not a valid KVLayout"):
+    with pytest.raises(
+        ConfigError, match="kv_layout: must be one of 'streams', 'unified', not 'sideways'"
+    ):
         LLM("fake", backend="fake", kv_layout="sideways")
     with pytest.raises(ConfigError, match="system: goes with the chat template, not with raw"):
         LLM.generate(object.__new__(LLM), ["x"], raw=True, system="s")

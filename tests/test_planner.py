@@ -188,7 +188,9 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
         assert lines["job"] == f"2 rows of {rows}; 1 can't be read"
-        assert lines["plan"].startswith("1 lane of 1 thread and 2 rows; streams of 768 cells")
+        assert lines["plan"].startswith(
+            "1 lane, each with 1 thread and 2 rows; streams of 768 cells"
+        )
         assert lines["expected"] == "not measured"
 
     def test_a_system_message_needs_the_template(self) -> None:

@@ -11,10 +11,9 @@ from localbatch.cli.run import (
     check_prompt_options,
     engine_options,
     prompt_options,
-    sampling_names,
     sampling_options,
+    take_sampling,
 )
-from localbatch.data.sampling_params import SamplingParams
 from localbatch.jobs.plan import plan_job
 
 
@@ -29,7 +28,7 @@ def plan(model: str, source: str | None, system: str | None, chat: bool, **optio
     """Say how `run` would work on INPUT with MODEL: lanes, threads, batch, memory and time.
 
     The model is loaded and, if the job is long enough, measured for some seconds; what was measured
-    is kept for later runs. Nothing is computed. Without INPUT an example job is planned.
+    is kept for later runs. No row is answered. Without INPUT an example job is planned.
 
     \b
     Examples:
@@ -38,7 +37,7 @@ def plan(model: str, source: str | None, system: str | None, chat: bool, **optio
       localbatch plan model.gguf prompts.jsonl --lanes 1 --parallel 16
     """
     check_prompt_options(system, chat=chat)
-    params = SamplingParams(**{name: options.pop(name) for name in sampling_names()})
+    params = take_sampling(options)
     lines = plan_job(model, source, params, chat=chat, system=system, engine=options)
     width = max(len(what) for what, _ in lines)
     for what, value in lines:

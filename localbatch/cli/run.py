@@ -38,13 +38,20 @@ _SAMPLING = (  # name, type, help
 )
 
 
-def sampling_names() -> list[str]:
-    """Return the names of the parameters that `sampling_options` adds."""
-    return [name for name, _, _ in _SAMPLING]
+def take_sampling(options: dict[str, Any]) -> SamplingParams:
+    """Take what `sampling_options` added out of a command's options."""
+    names = [*(name for name, _, _ in _SAMPLING), "stop", "ignore_eos"]
+    return SamplingParams(**{name: options.pop(name) for name in names})
 
 
 def sampling_options(command: Any) -> Any:
     """Add an option for each sampling parameter; defaults come from `SamplingParams`."""
+    command = click.option(
+        "--ignore-eos", is_flag=True, help="Go on to --max-tokens whatever the model says."
+    )(command)
+    command = click.option(
+        "--stop", multiple=True, help="End an answer before this text; may be repeated."
+    )(command)
     for name, kind, text in reversed(_SAMPLING):
         option = "--" + name.replace("_", "-")
         command = click.option(
@@ -78,9 +85,9 @@ def engine_options(command: Any) -> Any:
     options = [
         click.option("--ctx", **auto, help="Most tokens of a row, prompt and answer together."),
         click.option("--parallel", **auto, help="Most rows in the batch at one time."),
-        click.option("--threads", **auto, help="CPU threads, all lanes together."),
+        click.option("--threads", **auto, help="CPU threads of all lanes, each has one at least."),
         click.option(
-            "--lanes", **auto, help="Contexts on the one loaded model, each with its own thread."
+            "--lanes", **auto, help="Contexts on the one model, each with its own thread and rows."
         ),
         click.option("--ubatch", **auto, help="Most prompt tokens computed in one pass."),
         click.option(
@@ -140,8 +147,6 @@ def engine_options(command: Any) -> Any:
     help="JSONL file; - is stdout.",
 )
 @sampling_options
-@click.option("--stop", multiple=True, help="End an answer before this text; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens whatever the model says.")
 @prompt_options
 @engine_options
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar and no summary.")
@@ -150,8 +155,6 @@ def run(
     model: str,
     source: str,
     output: str,
-    stop: tuple[str, ...],
-    ignore_eos: bool,
     system: str | None,
     chat: bool,
     quiet: bool,
@@ -178,9 +181,7 @@ def run(
     Exit codes: 0 every row was answered, 1 the run failed, 2 wrong usage,
     3 some rows failed, 130 interrupted, 141 the reader of the output went away.
     """
-    params = SamplingParams(
-        **{name: options.pop(name) for name in sampling_names()}, stop=stop, ignore_eos=ignore_eos
-    )
+    params = take_sampling(options)
     check_prompt_options(system, chat=chat)
     config = JobConfig(
         model=model, source=source, output=output, params=params, chat=chat, system=system,

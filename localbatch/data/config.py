@@ -61,9 +61,10 @@ class EngineConfig:
     """Most rows in the batch at one time, all lanes together; rounded up to what lanes share
     evenly."""
     threads: int | None = None
-    """CPU threads of llama.cpp, all lanes together."""
+    """CPU threads of llama.cpp, all lanes together; each lane has one at least."""
     lanes: int | None = None
-    """Contexts on the one loaded model, each with its own thread and its share of the rows."""
+    """Contexts on the one loaded model, each with its own thread and its share of the rows; no
+    more than `parallel`."""
     gpu_layers: int | None = None
     """Layers put on a GPU; -1 is all. Left out: all, if llama.cpp was built for a GPU."""
     kv_layout: KVLayout = KVLayout.STREAMS

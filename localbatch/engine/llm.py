@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from types import TracebackType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from localbatch.data.config import EngineConfig, FlashAttention, KVLayout, Order
 from localbatch.data.errors import ConfigError, InputError
@@ -16,6 +17,8 @@ from localbatch.engine.client import WorkerClient
 from localbatch.engine.engine import EngineStats, TextPiece
 from localbatch.models.catalog import resolve_model
 from localbatch.models.gguf import check_gguf
+
+_Choice = TypeVar("_Choice", bound=Enum)
 
 Prompt: TypeAlias = str | Sequence[Message]
 """Text, or a list of messages with `role` and `content`."""
@@ -55,11 +58,9 @@ class LLM:
         backend: str = "llama",
         debug: bool = False,
     ) -> None:
-        try:
-            layout, flash = KVLayout(kv_layout), FlashAttention(flash_attention)
-            order = Order(order)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        layout = _choice("kv_layout", KVLayout, kv_layout)
+        flash = _choice("flash_attention", FlashAttention, flash_attention)
+        order = _choice("order", Order, order)
         path = model
         if backend == "llama":
             path = str(resolve_model(model))
@@ -157,6 +158,15 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _choice(name: str, kind: type[_Choice], value: str) -> _Choice:
+    """Return a setting that has a few values by name."""
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(repr(member.value) for member in kind)
+        raise ConfigError(f"{name}: must be one of {allowed}, not {value!r}") from None
 
 
 def make_requests(

@@ -77,25 +77,31 @@ def _requests(rows: Iterable[Request | Completion], source: str) -> tuple[list[R
     requests = [row for row in first if isinstance(row, Request)]
     bad = len(first) - len(requests)
     more = ", the first of the file" if len(first) == WINDOW else ""
-    job = f"{len(requests)} rows of {source}{more}" + (f"; {bad} can't be read" if bad else "")
+    name = "standard input" if source == "-" else source
+    job = f"{_count(len(requests), 'row')} of {name}{more}" + (
+        f"; {bad} can't be read" if bad else ""
+    )
     return requests, job
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number:,} {what}s"
+
+
 def _layout(layout: Layout) -> str:
-    lanes = "1 lane" if layout.lanes == 1 else f"{layout.lanes} lanes"
-    threads = "1 thread" if layout.threads == 1 else f"{layout.threads} threads"
+    lanes, threads = _count(layout.lanes, "lane"), _count(layout.threads, "thread")
     fused = " with flash attention" if layout.flash_attention else ""
-    return f"{lanes} of {threads} and {layout.slots} rows{fused}"
+    return f"{lanes}, each with {threads} and {_count(layout.slots, 'row')}{fused}"
 
 
 def _plan_line(layout: Layout, context: ContextConfig) -> str:
-    kind = "streams" if context.pool_cells is None else f"one pool of {context.pool_cells} cells"
-    flash = "on" if context.flash_attention else "off"
-    shared = f", {context.num_prefix_slots} prefix slots" if context.num_prefix_slots else ""
-    return (
-        f"{_layout(layout)}; {kind} of {context.row_cells} cells a row{shared}; "
-        f"flash attention {flash}; prompts in chunks of {context.chunk}"
-    )
+    cells = f"streams of {context.row_cells} cells a row"
+    if context.pool_cells is not None:
+        cells = f"one pool of {context.pool_cells} cells, at most {context.row_cells} for a row"
+    if context.num_prefix_slots:
+        cells += f", {_count(context.num_prefix_slots, 'slot')} for prefixes"
+    flash = "" if context.flash_attention else "; flash attention off"
+    return f"{_layout(layout)}; {cells}{flash}; prompts in chunks of {context.chunk}"
 
 
 def _reason_line(choice: Choice) -> str:
