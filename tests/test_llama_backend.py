@@ -57,11 +57,11 @@ MORE = [Row(70 + i, 6 + i, answer=1 + i % 7) for i in range(24)]
 
 
 def logits_of(
-    backend: LlamaBackend, rows: list[Row], num_slots: int, threads: int = 1
+    backend: LlamaBackend, rows: list[Row], num_slots: int, threads: int = 1, chunk: int = 512
 ) -> dict[Row, list[Bits]]:
     """Run rows as the engine does; returns the bits of each row's logits, token by token."""
-    backend.open(ContextConfig(num_slots, CELLS, pool_cells=None, chunk=512, threads=threads))
-    scheduler = Scheduler(SchedulerConfig(num_slots=num_slots, row_cells=CELLS))
+    backend.open(ContextConfig(num_slots, CELLS, pool_cells=None, chunk=chunk, threads=threads))
+    scheduler = Scheduler(SchedulerConfig(num_slots, CELLS, chunk=chunk, block=512))
     by_index = dict(enumerate(rows))
     seen: dict[Row, list[Bits]] = {row: [] for row in rows}
     for index, row in by_index.items():
@@ -144,6 +144,23 @@ class TestSameBits:
 
         assert differences(alone, logits_of(backend, rows, num_slots=4)) == []
         assert differences(alone, logits_of(backend, rows[::-1], num_slots=5, threads=2)) == []
+
+    @pytest.mark.parametrize("chunk", [32, 100, 128])
+    def test_of_prompts_in_smaller_chunks(self, backend: LlamaBackend, chunk: int) -> None:
+        """A prompt has the bits of one computed 512 tokens at a time, wherever it ends."""
+        if promises_nothing(backend):
+            pytest.skip("the probe found that bits vary with the batch")
+        lengths = [31, 129, 135, 136, 300, 399, 511, 512, 513, 519, 520, 641, 700]
+        rows = [Row(i, n, answer=1) for i, n in enumerate(lengths)]
+        found = logits_of(backend, rows, num_slots=4, chunk=chunk)
+
+        differing = [
+            row.length
+            for row in rows
+            if not np.array_equal(raw_logits(backend, row)[0], found[row][0])
+        ]
+        # The 513th token of a prompt alone is computed as an answer's.
+        assert differing in ([], [513])
 
     def test_as_a_context_with_one_sequence(self, backend: LlamaBackend) -> None:
         """Prompts have them on any processor; answers where the probe says "same as alone".

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +22,7 @@ from localbatch.engine.backend import Backend, ContextConfig, Numerics
 from localbatch.engine.fake import FakeBackend
 from localbatch.engine.llama import LlamaBackend
 from localbatch.scheduler.plan import Copy, PlanRow, StepPlan
-from localbatch.scheduler.prefixes import Prefix, find_prefixes
+from localbatch.scheduler.prefixes import Prefix, chunk_end, find_prefixes
 from localbatch.scheduler.scheduler import Scheduler
 from localbatch.scheduler.sequence import Sequence, SequenceStatus
 from tests.factories import create_requests
@@ -218,6 +219,58 @@ class TestFindPrefixes:
         prompts = [run_of(0, head) + run_of(1000 * (i + 1), 30) for i in range(3)]
 
         assert lengths(find_prefixes(prompts, 512)) == [[shared]] * 3
+
+    @pytest.mark.parametrize(
+        ("head", "shared"), [(125, 120), (128, 128), (135, 128), (136, 136), (511, 504), (519, 512)]
+    )
+    def test_no_short_piece_at_the_border_of_a_smaller_chunk(self, head: int, shared: int) -> None:
+        """The same at 128, the chunk, and at 512, the block."""
+        prompts = [run_of(0, head) + run_of(1000 * (i + 1), 30) for i in range(3)]
+
+        assert lengths(find_prefixes(prompts, 128, 512)) == [[shared]] * 3
+
+
+def pieces_of(total: int, chunk: int, block: int) -> list[int]:
+    """Return the lengths of the pieces of a prompt."""
+    at, pieces = 0, []
+    while at < total:
+        end = chunk_end(at, total, chunk, block)
+        pieces.append(end - at)
+        at = end
+    return pieces
+
+
+class TestPieces:
+    @pytest.mark.parametrize(
+        ("total", "pieces"),
+        [
+            (7, [7]),
+            (128, [128]),
+            (135, [135]),
+            (136, [128, 8]),
+            (300, [128, 128, 44]),
+            (391, [128, 128, 135]),
+            (512, [128] * 4),
+            (513, [128] * 4 + [1]),
+            (648, [128] * 5 + [8]),
+            (647, [128] * 4 + [135]),
+        ],
+    )
+    def test_of_a_prompt(self, total: int, pieces: list[int]) -> None:
+        """Chunks of 128; less than 8 tokens are no piece of their own, but after a block of 512."""
+        assert pieces_of(total, 128, 512) == pieces
+
+    @given(st.integers(1, 3000), st.integers(8, 130).map(lambda n: 4 * n))
+    def test_are_never_too_short_or_too_long(self, total: int, chunk: int) -> None:
+        """All are cut by fours; only what is left of the last block may be short."""
+        pieces = pieces_of(total, chunk, max(chunk, 512))
+        ends = list(itertools.accumulate(pieces))
+
+        assert ends[-1] == total
+        assert all(end % 4 == 0 for end in ends[:-1])
+        assert max(pieces) < chunk + 8
+        assert min(pieces[:-1], default=8) >= 8
+        assert pieces[-1] >= 8 or total - pieces[-1] in (0, *range(0, total, max(chunk, 512)))
 
 
 # The scheduler, on cells that hold tokens.

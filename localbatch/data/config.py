@@ -72,7 +72,7 @@ class EngineConfig:
     """Cells that the rows share in the unified layout; left out: enough for every row."""
     flash_attention: FlashAttention = FlashAttention.AUTO
     ubatch: int | None = None
-    """Most prompt tokens computed in one pass; left out: 512, as `llama_cpp.Llama` has it."""
+    """Most prompt tokens computed in one pass; left out: 128 on a CPU in streams, else 512."""
     share_prefixes: bool = True
     """Compute what rows begin with alike once (streams only), and equal greedy rows once."""
     order: Order = Order.AUTO
@@ -112,7 +112,10 @@ class SchedulerConfig:
     pool_cells: int | None = None
     """Cells that all sequences share (unified); `None`: each slot has `row_cells` of its own."""
     chunk: int = 512
-    """Prompt chunks end at multiples of this position, whatever else is in the step."""
+    """Prompt chunks end at multiples of this position, whatever else is in the step; the rest of a
+    block or prompt after it, if it is too short to be a piece of its own, goes with the last."""
+    block: int | None = None
+    """Prompts are also cut at multiples of this, however short the rest; left out: `chunk`."""
     max_step_tokens: int = 2048
     """Prompt tokens in one step, over all sequences; at least one chunk."""
     num_prefix_slots: int = 0
@@ -123,6 +126,7 @@ class SchedulerConfig:
         _range("num_prefix_slots", self.num_prefix_slots, 0, MAX_SLOTS - self.num_slots)
         _range("row_cells", self.row_cells, 1, 2**31 - 1)
         _range("chunk", self.chunk, 1, 2**31 - 1)
+        _optional_range("block", self.block, self.chunk, 2**31 - 1)
         _range("max_step_tokens", self.max_step_tokens, self.chunk, 2**31 - 1)
         if self.pool_cells is not None:
             # A lone sequence of full length must fit, or it could never end.

@@ -20,7 +20,7 @@ from localbatch.engine.lanes import LaneGroup, wanted_cells
 from localbatch.engine.order import best_order
 from localbatch.engine.planner import Choice
 from localbatch.engine.prompt import PromptEncoder
-from localbatch.engine.sizing import CHUNK, context_bytes
+from localbatch.engine.sizing import block_of, chunk_of, context_bytes
 from localbatch.engine.text import TextStream
 from localbatch.scheduler.prefixes import find_prefixes
 from localbatch.scheduler.sequence import Sequence as TokenSequence
@@ -246,7 +246,8 @@ class Engine:
         """Find what waiting rows have in common, and put them into a good order."""
         if self.config.share_prefixes and self.config.kv_layout is KVLayout.STREAMS:
             rows = [row.sequence for row in self._queue]
-            paths = find_prefixes([s.tokens for s in rows], self.config.ubatch or CHUNK)
+            chunk = chunk_of(self.config, on_gpu=self.backend.on_gpu)
+            paths = find_prefixes([s.tokens for s in rows], chunk, block_of(chunk))
             for sequence, path in zip(rows, paths, strict=True):
                 sequence.prefixes = path
         if self.config.order is Order.AUTO:

@@ -12,6 +12,7 @@ from localbatch.data.errors import DecodeError
 from localbatch.data.request import Completion, FinishReason, Timings, Usage
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
 from localbatch.engine.sampling import sample
+from localbatch.engine.sizing import block_of
 from localbatch.engine.text import TextStream
 from localbatch.scheduler.plan import PlanRow, StepPlan
 from localbatch.scheduler.prefixes import Prefix
@@ -70,7 +71,7 @@ class Lane:
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_slots=context.num_slots, row_cells=context.row_cells,
-                pool_cells=context.pool_cells, chunk=context.chunk,
+                pool_cells=context.pool_cells, chunk=context.chunk, block=block_of(context.chunk),
                 max_step_tokens=max(2048, context.chunk),
                 num_prefix_slots=context.num_prefix_slots,
             ),

@@ -12,6 +12,7 @@ from localbatch.engine.lane import Counters, Lane
 from localbatch.engine.machine import available_memory
 from localbatch.engine.planner import Choice, Layout, Planner, RowShape
 from localbatch.engine.sizing import (
+    BLOCK,
     PREFIX_SLOTS,
     context_bytes,
     fit_context,
@@ -64,10 +65,11 @@ class LaneGroup:
         )
         context = replace(context, flash_attention=self.choice.layout.flash_attention)
         self._open(context, lanes)
-        if self.numerics is Numerics.VARIES and prefix_slots and self._must_be_exact(context):
-            for sequence in waiting:  # where a prefix ends would show in the last bits
+        if self.numerics is Numerics.VARIES and self._must_be_exact(context):
+            for sequence in waiting:  # where a prompt is cut would show in the last bits
                 sequence.prefixes = ()
-            self._open(replace(context, num_prefix_slots=0), lanes)
+            chunk = config.ubatch or BLOCK
+            self._open(replace(context, num_prefix_slots=0, chunk=chunk), lanes)
 
     def _affordable(self, cells: int, memory: int) -> int:
         """Return the most lanes that memory allows, with a row each."""

@@ -12,7 +12,9 @@ from localbatch.data.errors import DecodeError, ModelError
 from localbatch.engine import binding
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics, Sample
 from localbatch.engine.numerics import cuts_alike_of, numerics_of, padded
+from localbatch.engine.sizing import BLOCK
 from localbatch.scheduler.plan import PlanRow, StepPlan
+from localbatch.scheduler.prefixes import LEAST_ROWS
 
 _CODES = {  # include/llama.h, llama_decode
     1: "no room in the KV cache",
@@ -83,7 +85,7 @@ class LlamaBackend:
             numerics = numerics_of(self._model, self._path, config.threads)
         self._pads = numerics is Numerics.SAME_IN_ANY_BATCH
         self._num_padding = padded(config.num_slots) - config.num_slots if self._pads else 0
-        if exact and config.num_prefix_slots:
+        if exact and (config.num_prefix_slots or config.chunk % BLOCK):
             alike = cuts_alike_of(self._model, self._path, config.threads)
             numerics = numerics if alike else Numerics.VARIES
         self._context = binding.Context(self._model, self._shape(config))
@@ -95,12 +97,14 @@ class LlamaBackend:
 
     def _shape(self, config: ContextConfig) -> binding.ContextShape:
         streams = config.pool_cells is None
+        # A short rest goes with the chunk before it (scheduler/prefixes.py).
+        most = config.chunk + (LEAST_ROWS if config.chunk % BLOCK else 0)
         n_seq_max = config.num_slots + self._num_padding + config.num_prefix_slots
         return binding.ContextShape(
             n_seq_max=n_seq_max,
             n_ctx=config.row_cells * n_seq_max if config.pool_cells is None else config.pool_cells,
-            n_batch=config.chunk if streams else max(config.chunk, _UNIFIED_BATCH),
-            n_ubatch=config.chunk,
+            n_batch=most if streams else max(most, _UNIFIED_BATCH),
+            n_ubatch=most,
             threads=config.threads,
             unified=not streams,
             flash_attention=config.flash_attention,

@@ -13,7 +13,13 @@ PREFIX_SLOTS = 4
 CPU_SLOTS, GPU_SLOTS = 64, 128
 """Rows in the batch unless told otherwise."""
 
-CHUNK = 512
+BLOCK = 512
+"""Prompt tokens that `llama_cpp.Llama` computes at one time. Prompts are cut at its multiples, so
+that a rest of few tokens has the bits that it has there."""
+
+_CPU_CHUNK = 128
+"""A core's caches hold what it takes to compute so many tokens."""
+
 _SHARE = 0.8
 """Share of the available memory that the KV cache may take by itself."""
 
@@ -33,6 +39,17 @@ def context_bytes(card: ModelCard, context: ContextConfig) -> int:
     if context.pool_cells is not None:
         return kv_bytes(card, 1, context.pool_cells)
     return kv_bytes(card, context.num_slots + context.num_prefix_slots, context.row_cells)
+
+
+def chunk_of(config: EngineConfig, *, on_gpu: bool) -> int:
+    """Return the most prompt tokens of one pass."""
+    streams = config.kv_layout is KVLayout.STREAMS
+    return config.ubatch or (_CPU_CHUNK if streams and not on_gpu else BLOCK)
+
+
+def block_of(chunk: int) -> int:
+    """Return the tokens after which prompts are cut in any case."""
+    return max(chunk, BLOCK)
 
 
 def kv_budget(memory: int) -> int:
@@ -86,7 +103,7 @@ def fit_context(
         num_slots=each,
         row_cells=row_cells,
         pool_cells=pool,
-        chunk=config.ubatch or CHUNK,
+        chunk=chunk_of(config, on_gpu=on_gpu),
         threads=max(1, (config.threads or usable_threads()) // lanes),
         flash_attention=flash is FlashAttention.ON or (flash is FlashAttention.AUTO and on_gpu),
         num_prefix_slots=num_prefix_slots,

@@ -40,17 +40,32 @@ class _Run(NamedTuple):
     length: int
 
 
-def find_prefixes(prompts: SequenceOf[list[int]], chunk: int = 512) -> list[tuple[Prefix, ...]]:
+def chunk_end(start: int, total: int, chunk: int, block: int | None = None) -> int:
+    """Return where the piece of a prompt of `total` tokens ends that begins at `start`.
+
+    Pieces end at multiples of `chunk`, counted from the last multiple of `block`. What would remain
+    of the block or the prompt goes with the last piece if it has fewer than 8 tokens.
+    """
+    first = start - start % (block or chunk)
+    stop = min(total, first + (block or chunk))
+    end = first + ((start - first) // chunk + 1) * chunk
+    return end if stop - end >= LEAST_ROWS else stop
+
+
+def find_prefixes(
+    prompts: SequenceOf[list[int]], chunk: int = 512, block: int | None = None
+) -> list[tuple[Prefix, ...]]:
     """Return for each prompt the prefixes it shares, shortest first.
 
-    Prompts are cut at multiples of `chunk` anyway; no piece may be too short to be exact.
+    Prompts are cut by `chunk_end` anyway; no piece may be too short to be exact.
 
     They form a tree: who shares a prefix shares all those before it. In sorted order the prompts
     with a common beginning are neighbours, so every inner node of the tree is a run of them.
     """
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
     shared = [
-        _cut(_shareable_length(prompts[a], prompts[b]), chunk) for a, b in itertools.pairwise(order)
+        _cut(_shareable_length(prompts[a], prompts[b]), chunk, block)
+        for a, b in itertools.pairwise(order)
     ]
     paths: list[tuple[Prefix, ...]] = [()] * len(prompts)
     for run in sorted(_runs(shared), key=lambda run: run.length):
@@ -69,12 +84,15 @@ def find_prefixes(prompts: SequenceOf[list[int]], chunk: int = 512) -> list[tupl
     return paths
 
 
-def _cut(length: int, chunk: int) -> int:
+def _cut(length: int, chunk: int, block: int | None) -> int:
     """Return the last place up to `length` where a prompt may be cut."""
-    start, beyond = length // chunk * chunk, length % chunk // ALIGNMENT * ALIGNMENT
+    start = length - length % (block or chunk)
+    while (end := chunk_end(start, length + 2 * chunk, chunk, block)) <= length:
+        start = end
+    beyond = (length - start) // ALIGNMENT * ALIGNMENT
     if beyond < LEAST_ROWS:
         return start
-    return start + min(beyond, (chunk - LEAST_ROWS) // ALIGNMENT * ALIGNMENT)
+    return start + min(beyond, (end - start - LEAST_ROWS) // ALIGNMENT * ALIGNMENT)
 
 
 def _shareable_length(a: list[int], b: list[int]) -> int:

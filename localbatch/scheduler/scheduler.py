@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from localbatch.data.config import SchedulerConfig
 from localbatch.data.request import FinishReason
 from localbatch.scheduler.plan import Copy, Move, PlanRow, StepPlan
-from localbatch.scheduler.prefixes import PrefixSlots
+from localbatch.scheduler.prefixes import PrefixSlots, chunk_end
 from localbatch.scheduler.sequence import Sequence, SequenceStatus
 from localbatch.scheduler.slots import SlotPool
 
@@ -57,8 +57,8 @@ class Scheduler:
         token budget. When nobody lags, all take their next token together: decode is cheapest in a
         full batch. Where sequences share one pool of cells, those that don't lag decode in the
         same step as the chunks (llama.cpp computes them in one pass over the weights); in streams
-        that would only break the batch of decoding rows apart. Chunks end at multiples of `chunk`,
-        so that how a row is cut never depends on its neighbours.
+        that would only break the batch of decoding rows apart. Chunks end at fixed positions, so
+        that how a row is cut never depends on its neighbours.
         """
         preempted = self._make_room()
         for sequence, slot, length in self._prefixes.save():
@@ -193,8 +193,8 @@ class Scheduler:
         return rows
 
     def _chunk_length(self, sequence: Sequence) -> int:
-        start, chunk = sequence.num_computed, self.config.chunk
-        ends = [sequence.num_tokens, (start // chunk + 1) * chunk]
+        start, config = sequence.num_computed, self.config
+        ends = [chunk_end(start, sequence.num_tokens, config.chunk, config.block)]
         ends += [end for end in self._prefixes.ends_within(sequence) if end > start]
         return min(ends) - start
 
