@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,18 @@ from localbatch.cli.main import main
 from localbatch.data.config import EngineConfig
 from localbatch.engine import calibration
 from localbatch.engine.backend import ContextConfig
-from localbatch.engine.calibration import Rates, rates_of
+from localbatch.engine.calibration import Rates, measure, rates_of
 from localbatch.engine.fake import FakeBackend
 from localbatch.engine.llama import LlamaBackend
 from localbatch.engine.numerics import cuts_alike
 from localbatch.engine.planner import Layout, Planner, RowShape, expected_seconds
+from localbatch.scheduler.prefixes import Prefix
 
-RATES = Rates(100.0, ((1, 1.0), (4, 2.5), (8, 4.0)))
+RATES = Rates(0.01, ((1, 1.0), (4, 2.5), (8, 4.0)))
+DEEP_RATES = Rates(
+    0.01, ((1, 1.0), (4, 2.5)), deep_prompt_token_s=0.03, deep_steps=((1, 2.0), (4, 4.5)),
+    open_byte_s=0.5,
+)  # fmt: skip
 
 
 class TestRates:
@@ -30,9 +36,26 @@ class TestRates:
         """Straight lines between what was measured; beyond it each row costs the same."""
         assert seconds == RATES.step_s(rows)
 
-    def test_round_trip(self) -> None:
+    @pytest.mark.parametrize(
+        ("rows", "cells", "seconds"),
+        [(1, 256, 1.0), (1, 257, 2.0), (1, 512, 2.0), (1, 513, 3.0), (4, 800, 8.5), (8, 1, 5.0)],
+    )
+    def test_steps_at_depth(self, rows: int, cells: int, seconds: float) -> None:
+        """Each 256 cells more cost the same."""
+        assert DEEP_RATES.step_s(rows, cells) == seconds
+
+    @pytest.mark.parametrize(
+        ("start", "end", "seconds"),
+        [(0, 100, 1), (0, 256, 2.56), (256, 266, 0.3), (250, 262, 0.06 + 0.18), (512, 522, 0.5)],
+    )
+    def test_prompts_at_depth(self, start: int, end: int, seconds: float) -> None:
+        """0.01 seconds for each of the first 256 tokens, 0.03 for the next, 0.05 after them."""
+        assert DEEP_RATES.prompt_s(start, end) == pytest.approx(seconds)
+
+    @pytest.mark.parametrize("rates", [RATES, DEEP_RATES])
+    def test_round_trip(self, rates: Rates) -> None:
         """What is kept comes back."""
-        assert Rates.from_json(RATES.to_json()) == RATES
+        assert Rates.from_json(rates.to_json()) == rates
 
     @pytest.mark.parametrize(
         "text",
@@ -40,13 +63,15 @@ class TestRates:
             "",
             "7",
             "{}",
-            '{"prefill_tok_s": 1, "steps": []}',
-            '{"prefill_tok_s": 0, "steps": [[1, 1]]}',
-            '{"prefill_tok_s": 1, "steps": [[1, -1]]}',
+            RATES.to_json().replace("[[1, 1.0], [4, 2.5], [8, 4.0]]", "[]"),
+            RATES.to_json().replace("0.01", "0"),
+            RATES.to_json().replace("2.5", "-1"),
+            DEEP_RATES.to_json().replace("4.5", "-1"),
         ],
     )
     def test_nonsense_is_refused(self, text: str) -> None:
         """A spoilt cache is measured anew."""
+        assert text not in (RATES.to_json(), DEEP_RATES.to_json())
         with pytest.raises((ValueError, KeyError, TypeError)):
             Rates.from_json(text)
 
@@ -74,6 +99,36 @@ class TestExpectedSeconds:
 
         assert expected_seconds(rows, Layout(2, 1, 1), RATES) == 1.0 + 4.0
 
+    def test_prefixes_are_computed_once_in_a_lane(self) -> None:
+        """The second row of a lane starts behind what it shares with the first: 3 x 0.8 s less."""
+        prefix = Prefix(80, 5)
+        rows = [RowShape(100, 1, (prefix,))] * 5
+
+        assert expected_seconds(rows, Layout(1, 1, 8), RATES) == pytest.approx(1 + 4 * 0.2)
+        assert expected_seconds(rows, Layout(2, 1, 4), RATES) == pytest.approx(1 + 2 * 0.2)
+
+    def test_depth_is_the_longest_row_s(self) -> None:
+        """A row of 300 tokens makes a short one's steps those of 512 cells until it has ended."""
+        rows = [RowShape(300, 3), RowShape(10, 5)]
+        prompts = 2.56 + 44 * 0.03 + 0.1
+
+        seconds = expected_seconds(rows, Layout(1, 1, 2), DEEP_RATES)
+
+        assert seconds == pytest.approx(prompts + 2 * (1.5 + 4 / 3) + 2 * 1.0)
+
+    def test_making_slots_takes_time(self) -> None:
+        """Half a second for a byte: 2 lanes of 3 slots of 10 bytes."""
+        rows = [RowShape(100, 1)] * 2
+        seconds = expected_seconds(rows, Layout(2, 1, 3), DEEP_RATES, slot_bytes=10)
+
+        assert seconds == 1.0 + 30.0
+
+    def test_of_many_rows_some_are_simulated(self) -> None:
+        """Equal rows one after another take as long as that."""
+        rows = [RowShape(100, 3)] * 5000
+
+        assert expected_seconds(rows, Layout(1, 1, 1), RATES) == pytest.approx(15000)
+
     @given(
         st.lists(st.builds(RowShape, st.integers(1, 900), st.integers(1, 90)), max_size=40),
         st.integers(1, 9),
@@ -93,7 +148,9 @@ class TestChoice:
 
     def test_the_fastest_is_taken(self) -> None:
         """Four lanes of one thread, each as fast as one lane of four, are four times as fast."""
-        choice = Planner(self.CONFIG, lambda layout: RATES).choose(self.ROWS, 64, on_gpu=False)
+        choice = Planner(self.CONFIG, lambda layout, budget_s: RATES).choose(
+            self.ROWS, 64, on_gpu=False
+        )
 
         assert choice.layout == Layout(4, 1, 16)
         assert choice.expected_s == 16 * 1.0 + 10 * 8.0
@@ -103,24 +160,27 @@ class TestChoice:
         """By rule: two lanes."""
         measured: list[Layout] = []
 
-        choice = Planner(self.CONFIG, measured.append).choose(self.ROWS[:4], 4, on_gpu=False)
+        def measure(layout: Layout, budget_s: float) -> None:
+            measured.append(layout)
+
+        choice = Planner(self.CONFIG, measure).choose(self.ROWS[:4], 4, on_gpu=False)
 
         assert (choice.layout, measured) == (Layout(2, 2, 2), [])
         assert choice.expected_s is None
 
     def test_a_knob_set_by_hand_stays(self) -> None:
         """There is nothing to measure then."""
-        config = EngineConfig("m", threads=4, lanes=3)
+        config = EngineConfig("m", threads=4, lanes=3, parallel=64)
 
-        choice = Planner(config, lambda layout: RATES).choose(self.ROWS, 64, on_gpu=False)
+        choice = Planner(config, lambda layout, budget_s: RATES).choose(self.ROWS, 64, on_gpu=False)
 
         assert choice.layout == Layout(3, 1, 22)
 
     def test_flash_attention_must_be_allowed_and_rows_be_short(self) -> None:
         """It is twice as fast here, but would change bits, or be slow on long rows."""
-        fused = Rates(200.0, ((1, 0.5), (8, 2.0)))
+        fused = Rates(0.005, ((1, 0.5), (8, 2.0)))
 
-        def measure(layout: Layout) -> Rates:
+        def measure(layout: Layout, budget_s: float) -> Rates:
             return fused if layout.flash_attention else RATES
 
         allowed = EngineConfig("m", threads=4, any_numerics=True)
@@ -133,9 +193,40 @@ class TestChoice:
 
         assert chosen == [False, True, False]
 
+    @pytest.mark.parametrize(
+        ("parallel", "cell_bytes", "slots"), [(None, 0, 16), (None, 1, 4), (64, 1, 16)]
+    )
+    def test_fewer_slots_where_making_them_takes_longer(
+        self, parallel: int | None, cell_bytes: int, slots: int
+    ) -> None:
+        """Answers of 2 tokens gain a second by each slot; making one takes half a second a byte."""
+        rates = replace(RATES, open_byte_s=0.5)
+        config = EngineConfig("m", threads=4, lanes=4, parallel=parallel)
+        rows = [RowShape(100, 2)] * 64
+
+        choice = Planner(config, lambda layout, budget_s: rates).choose(
+            rows, 64, on_gpu=False, row_cells=1000, cell_bytes=cell_bytes
+        )
+
+        assert choice.layout == Layout(4, 1, slots)
+
+    def test_the_time_to_measure_is_shared(self) -> None:
+        """Three layouts have a third of it each; the first that is too slow ends it."""
+        budgets: list[float] = []
+
+        def measure(layout: Layout, budget_s: float) -> Rates | None:
+            budgets.append(budget_s)
+            return RATES if len(budgets) < 2 else None
+
+        Planner(self.CONFIG, measure).choose(self.ROWS, 64, on_gpu=False)
+
+        assert budgets == pytest.approx([10 / 3, 5], rel=0.01)
+
     def test_what_cannot_be_measured(self) -> None:
         """The rule holds."""
-        choice = Planner(self.CONFIG, lambda layout: None).choose(self.ROWS, 64, on_gpu=False)
+        choice = Planner(self.CONFIG, lambda layout, budget_s: None).choose(
+            self.ROWS, 64, on_gpu=False
+        )
 
         assert choice.layout.lanes == 2
         assert "rule" in choice.reason
@@ -146,26 +237,49 @@ class TestCalibration:
         """Prompts and steps of all sizes up to the slots are measured, in every lane."""
         context = ContextConfig(12, 256, None, chunk=512, threads=1)
 
-        rates = calibration.measure([FakeBackend(), FakeBackend(step_s=0.002)], context)
+        rates = measure([FakeBackend(), FakeBackend(step_s=0.002)], context, budget_s=9)
 
-        assert [rows for rows, _ in rates.steps] == [1, 8, 12]
+        assert rates is not None
+        assert [rows for rows, _ in rates.steps] == [1, 4, 12]
         assert all(seconds >= 0.002 for _, seconds in rates.steps)
-        assert 0 < rates.prefill_tok_s < 2 * calibration.PROMPT_TOKENS / 0.002
+        assert rates.prompt_token_s >= 0.002 / calibration.PIECE
+        assert rates.deep_steps is None
+
+    def test_depth(self) -> None:
+        """Rows of more than 256 cells are measured there, too, if the time allows it."""
+        context = ContextConfig(12, 512, None, chunk=128, threads=1)
+
+        rates = measure([FakeBackend(step_s=0.001)], context, budget_s=9)
+        hurried = measure([FakeBackend(step_s=0.02)], context, budget_s=0.2)
+
+        assert rates is not None
+        assert rates.deep_steps is not None
+        assert [rows for rows, _ in rates.deep_steps] == [1, 4, 12]
+        assert hurried is not None
+        assert hurried.deep_steps is None
+
+    def test_too_slow(self) -> None:
+        """It ends after the first 32 tokens."""
+        backend = FakeBackend(step_s=0.01)
+        context = ContextConfig(12, 256, None, chunk=512, threads=1)
+
+        assert measure([backend], context, budget_s=0.05) is None
+        assert backend.decode_s < 0.03
 
     def test_measured_once(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """What was found is kept, for this file and these settings."""
         backend = LlamaBackend(str(tiny_model))
         context = ContextConfig(4, 256, None, chunk=512, threads=1)
-        found = rates_of(str(tiny_model), [backend], context)
+        found = rates_of(str(tiny_model), [backend], context, 9)
         monkeypatch.setattr(calibration, "measure", lambda *_: RATES)
 
-        assert rates_of(str(tiny_model), [backend], context) == found != RATES
-        assert rates_of(str(tiny_model), [backend, backend], context) == RATES
+        assert rates_of(str(tiny_model), [backend], context, 9) == found != RATES
+        assert rates_of(str(tiny_model), [backend, backend], context, 9) == RATES
         backend.close()
 
     def test_no_file(self) -> None:
         """The fake has none, so nothing is measured."""
-        assert rates_of("fake", [FakeBackend()], ContextConfig(4, 256, None, 512, 1)) is None
+        assert rates_of("fake", [FakeBackend()], ContextConfig(4, 256, None, 512, 1), 9) is None
 
     def test_cut_prompts_have_the_same_bits(self, tiny_models: dict[str, Path]) -> None:
         """For every weight type, on this processor."""

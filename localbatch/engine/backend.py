@@ -62,6 +62,13 @@ class ContextConfig:
     num_prefix_slots: int = 0
     """Slots above the others that only ever are the source or the target of copies."""
 
+    @property
+    def num_cells(self) -> int:
+        """Cells of all slots together."""
+        if self.pool_cells is not None:
+            return self.pool_cells
+        return (self.num_slots + self.num_prefix_slots) * self.row_cells
+
 
 class Numerics(Enum):
     """What a row's logits depend on besides the row itself, in the last bit."""

@@ -6,9 +6,10 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import TypeAlias
 
 from localbatch.data.request import Request
 from localbatch.engine.backend import Backend, ContextConfig
@@ -17,35 +18,55 @@ from localbatch.engine.sampling import sample
 from localbatch.scheduler.plan import Copy, PlanRow, StepPlan
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 
-PROMPT_TOKENS, CELLS = 64, 256
-ROWS = (1, 8, 32)
+PIECE = 64
+"""Prompt tokens of a measurement."""
+
+SHALLOW, DEEP = 256, 512
+"""KV cells that llama.cpp attends to, the cells of the longest row rounded up; what an attention to
+more takes lies on the line through these."""
+
+ROWS = (1, 4, 16, 32)
 """Decode batches that are measured; steps of other sizes are interpolated."""
 
-_ROUNDS = 2
+_FIRST = 32
+_FIRST_SHARE = 0.15
 _REQUEST = Request("calibration", 0, prompt="-")
+
+Steps: TypeAlias = tuple[tuple[int, float], ...]
+"""(rows, seconds) of a decode step of one lane, rows ascending."""
 
 
 @dataclass(frozen=True)
 class Rates:
     """What was measured while all lanes computed at the same time."""
 
-    prefill_tok_s: float
-    """Prompt tokens per second, of one lane."""
-    steps: tuple[tuple[int, float], ...]
-    """(rows, seconds) of a decode step of one lane, rows ascending."""
+    prompt_token_s: float
+    """Seconds of a prompt token, of one lane, up to `SHALLOW` cells."""
+    steps: Steps
+    """Up to `SHALLOW` cells."""
+    deep_prompt_token_s: float | None = None
+    """At `DEEP` cells; `None` if it was not measured, then depth costs nothing."""
+    deep_steps: Steps | None = None
+    open_byte_s: float = 0.0
+    """Seconds for a byte of KV cache, once: llama.cpp clears it."""
 
-    def step_s(self, num_rows: int) -> float:
-        """Return the seconds of a decode step: straight lines between what was measured.
+    def prompt_s(self, start: int, end: int) -> float:
+        """Return the seconds of the tokens `[start, end)` of a prompt."""
+        first = self.prompt_token_s
+        more = max(0.0, (self.deep_prompt_token_s or first) - first)
+        seconds = 0.0
+        for block in range(start // SHALLOW, -(-end // SHALLOW)):
+            tokens = min(end, (block + 1) * SHALLOW) - max(start, block * SHALLOW)
+            seconds += tokens * (first + block * more)
+        return seconds
 
-        Beyond the largest batch each row costs what a row there costs.
-        """
-        if num_rows <= self.steps[0][0]:
-            return self.steps[0][1]
-        for (low, before), (high, after) in itertools.pairwise(self.steps):
-            if num_rows <= high:
-                return before + (after - before) * (num_rows - low) / (high - low)
-        most, seconds = self.steps[-1]
-        return seconds * num_rows / most
+    def step_s(self, num_rows: int, cells: int = 1) -> float:
+        """Return the seconds of a decode step whose longest row has so many cells."""
+        first = _interpolated(self.steps, num_rows)
+        if self.deep_steps is None:
+            return first
+        more = max(0.0, _interpolated(self.deep_steps, num_rows) - first)
+        return first + more * ((cells - 1) // SHALLOW)
 
     def to_json(self) -> str:
         """Return the rates as text."""
@@ -53,69 +74,134 @@ class Rates:
 
     @classmethod
     def from_json(cls, text: str) -> Rates:
-        """Read what `to_json` wrote; raises `ValueError` or `KeyError` for anything else."""
+        """Read what `to_json` wrote; raises `ValueError`, `KeyError` or `TypeError` if it isn't."""
         found = json.loads(text)
-        steps = tuple((int(rows), float(seconds)) for rows, seconds in found["steps"])
-        if not steps or min(seconds for _, seconds in steps) <= 0 or found["prefill_tok_s"] <= 0:
-            raise ValueError("rates must be positive")
-        return cls(float(found["prefill_tok_s"]), steps)
+        deep_token, deep_steps = found["deep_prompt_token_s"], found["deep_steps"]
+        return cls(
+            _positive(found["prompt_token_s"]),
+            _steps(found["steps"]),
+            None if deep_token is None else _positive(deep_token),
+            None if deep_steps is None else _steps(deep_steps),
+            float(found["open_byte_s"]),
+        )
 
 
-def rates_of(model: str, backends: Sequence[Backend], context: ContextConfig) -> Rates | None:
+def _positive(value: float) -> float:
+    if not float(value) > 0:
+        raise ValueError("rates must be positive")
+    return float(value)
+
+
+def _steps(found: Sequence[tuple[int, float]]) -> Steps:
+    if not found:
+        raise ValueError("no step was measured")
+    return tuple((int(rows), _positive(seconds)) for rows, seconds in found)
+
+
+def _interpolated(steps: Steps, num_rows: int) -> float:
+    """Return the seconds of a step: straight lines between what was measured.
+
+    Beyond the largest batch each row costs what a row there costs.
+    """
+    if num_rows <= steps[0][0]:
+        return steps[0][1]
+    for (low, before), (high, after) in itertools.pairwise(steps):
+        if num_rows <= high:
+            return before + (after - before) * (num_rows - low) / (high - low)
+    most, seconds = steps[-1]
+    return seconds * num_rows / most
+
+
+def rates_of(
+    model: str, backends: Sequence[Backend], context: ContextConfig, budget_s: float
+) -> Rates | None:
     """Return what `measure` finds, or found before for this file, machine and llama.cpp build.
 
-    `None` for what is no file.
+    `None` for what is no file, or too slow.
     """
     try:
-        key = fact_key("rates 1", model, len(backends), context, backends[0].build)
+        key = fact_key("rates 2", model, len(backends), context, backends[0].build)
     except OSError:
         return None
     cache = FactCache()
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return Rates.from_json(cache.get(key) or "")
-    rates = measure(backends, context)
-    cache.put(key, rates.to_json())
+    rates = measure(backends, context, budget_s)
+    if rates is not None:
+        cache.put(key, rates.to_json())
     return rates
 
 
-def measure(backends: Sequence[Backend], context: ContextConfig) -> Rates:
+def measure(backends: Sequence[Backend], context: ContextConfig, budget_s: float) -> Rates | None:
     """Measure prompts and decode steps in as many lanes as there are backends, side by side.
 
-    Opens `context` in each backend; the caller opens them anew. Of several rounds the fastest
-    counts: whatever else the machine does only ever slows one down.
+    Opens `context` in each backend; the caller opens them anew. Depth is measured if the context
+    has the cells and the time allows it. `None`, soon, if the least would take more than `budget_s`
+    seconds. Of several rounds the fastest counts: whatever else the machine does only ever slows
+    one down.
     """
+    started = time.perf_counter()
     probes = [_Probe(backend, context) for backend in backends]
-    sizes = sorted({min(rows, context.num_slots) for rows in ROWS})
-    prompt_s, steps = float("inf"), dict.fromkeys(sizes, float("inf"))
+    num_bytes = sum(p.backend.card.kv_bytes_per_cell for p in probes) * context.num_cells
+    open_byte_s = (time.perf_counter() - started) / max(1, num_bytes)
+    sizes = sorted({min(rows, context.num_slots) for rows in ROWS}, reverse=True)
     with ThreadPoolExecutor(len(probes)) as threads:
-        for _ in range(_ROUNDS):
-            prompt_s = min(prompt_s, max(threads.map(_Probe.prompts_s, probes)))
-            for rows in reversed(sizes):  # padding uses up the slots above a batch
-                taken = threads.map(_Probe.step_s, probes, itertools.repeat(rows))
-                steps[rows] = min(steps[rows], max(taken))
-    return Rates(PROMPT_TOKENS / prompt_s, tuple(steps.items()))
+
+        def slowest(action: Callable[[_Probe, int], float], size: int) -> float:
+            return max(threads.map(action, probes, itertools.repeat(size)))
+
+        def steps_s() -> Steps:
+            slowest(_Probe.spread, 0)  # padding uses up the slots above a batch
+            return tuple((rows, slowest(_Probe.step_s, rows)) for rows in sizes)[::-1]
+
+        if slowest(_Probe.prompt_s, _FIRST) > _FIRST_SHARE * budget_s:
+            return None
+        prompt_s = min(slowest(_Probe.prompt_s, PIECE) for _ in range(2))
+        began = time.perf_counter()
+        steps = steps_s()
+        pass_s = time.perf_counter() - began
+        if (left := budget_s - (time.perf_counter() - started)) > pass_s:
+            steps = tuple(map(min, steps, steps_s()))
+        rates = Rates(prompt_s / PIECE, steps, open_byte_s=open_byte_s)
+        rest = SHALLOW - probes[0].length
+        deep_s = 1.5 * (rates.prompt_s(0, rest + PIECE) + pass_s)
+        if context.row_cells <= SHALLOW or left - pass_s < deep_s:
+            return rates
+        slowest(_Probe.prompt_s, rest)
+        deep = slowest(_Probe.prompt_s, PIECE) / PIECE
+        return replace(rates, deep_prompt_token_s=deep, deep_steps=steps_s())
 
 
 class _Probe:
-    """One lane with made-up rows; slots that are not measured as prompts share those that are."""
+    """One lane with made-up rows; all slots share the prompt of the first."""
 
     def __init__(self, backend: Backend, context: ContextConfig) -> None:
-        self._backend = backend
+        self.backend = backend
         self._num_slots = context.num_slots
-        self._lengths: list[int] = []
+        self._lengths = [0] * context.num_slots
         backend.open(context)
 
-    def prompts_s(self) -> float:
-        """Return the seconds of a prompt; all slots hold one afterwards."""
-        slots = list(range(self._num_slots))
-        measured = [self._row(slot, 0, PROMPT_TOKENS) for slot in slots[:2]]
+    @property
+    def length(self) -> int:
+        """Tokens in the first slot."""
+        return self._lengths[0]
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """Return the seconds of so many more tokens of the first slot's prompt."""
+        end = self._lengths[0] + num_tokens
+        row = self._row(0, self._lengths[0], end)
         started = time.perf_counter()
-        self._backend.forward(StepPlan(measured, [], slots), sample)
-        taken = (time.perf_counter() - started) / len(measured)
-        copies = [Copy(0, slot, PROMPT_TOKENS) for slot in slots[2:]]
-        self._backend.forward(StepPlan([], [], [], copies), sample)
-        self._lengths = [PROMPT_TOKENS] * self._num_slots
-        return taken
+        self.backend.forward(StepPlan([row], [], []), sample)
+        self._lengths[0] = end
+        return time.perf_counter() - started
+
+    def spread(self, _: int = 0) -> float:
+        """Let all slots hold what the first one does."""
+        started, length = time.perf_counter(), self._lengths[0]
+        copies = [Copy(0, slot, length) for slot in range(1, self._num_slots)]
+        self.backend.forward(StepPlan([], [], [], copies), sample)
+        self._lengths = [length] * self._num_slots
+        return time.perf_counter() - started
 
     def step_s(self, num_rows: int) -> float:
         """Return the seconds of a decode step."""
@@ -123,11 +209,11 @@ class _Probe:
         for slot in range(num_rows):
             self._lengths[slot] += 1
         started = time.perf_counter()
-        self._backend.forward(StepPlan(rows, [], []), sample)
+        self.backend.forward(StepPlan(rows, [], []), sample)
         return time.perf_counter() - started
 
     def _row(self, slot: int, start: int, end: int) -> PlanRow:
-        tokens = [i % self._backend.card.num_vocab for i in range(end)]
+        tokens = [i % self.backend.card.num_vocab for i in range(end)]
         is_prefill = end - start > 1
         sequence = TokenSequence(_REQUEST, tokens)
         return PlanRow(sequence, slot, start, end, wants_logits=True, is_prefill=is_prefill)

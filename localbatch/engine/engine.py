@@ -15,7 +15,7 @@ from localbatch.data.config import EngineConfig, KVLayout, Order
 from localbatch.data.errors import InputError
 from localbatch.data.request import Completion, FinishReason, Request, failed_completion
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
-from localbatch.engine.lane import Lane, Row, TextPiece
+from localbatch.engine.lane import Lane, Row, TextPiece, weight_of
 from localbatch.engine.lanes import LaneGroup, wanted_cells
 from localbatch.engine.order import best_order
 from localbatch.engine.planner import Choice
@@ -262,14 +262,14 @@ class Engine:
 
 
 def _best_lane(room: list[Lane], row: Row) -> Lane:
-    """Return the lane with the most room, or one with nearly as much that shares the row's prefix.
+    """Return the lane with the least to do, or one with little more that shares the row's prefix.
 
     Each lane computes a prefix for itself, so small groups should not be torn apart.
     """
-    best = max(room, key=lambda lane: lane.num_free)
+    best = min(room, key=lambda lane: lane.load)
     prefix = row.sequence.prefixes[-1] if row.sequence.prefixes else None
     for lane in room:
-        near = best.num_free - lane.num_free <= _GROUP
+        near = lane.load - best.load <= _GROUP * weight_of(row.sequence)
         if prefix is not None and lane.last_prefix is prefix and near:
             return lane
     return best

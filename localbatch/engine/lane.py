@@ -20,6 +20,9 @@ from localbatch.scheduler.scheduler import Scheduler
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 from localbatch.scheduler.sequence import SequenceStatus
 
+_ANSWER_WEIGHT = 2
+"""Prompt tokens that take as long as a token of an answer in a full batch, or about so."""
+
 
 class TextPiece(NamedTuple):
     """New text of a row that is still running."""
@@ -52,6 +55,11 @@ class Row:
     first_token: float = 0.0
 
 
+def weight_of(sequence: TokenSequence) -> int:
+    """Return what a row costs, in prompt tokens, if it runs to its `max_tokens`."""
+    return sequence.num_prompt + _ANSWER_WEIGHT * sequence.request.params.max_tokens
+
+
 class Lane:
     """Runs rows through one context by continuous batching; one thread at a time may use it."""
 
@@ -59,6 +67,8 @@ class Lane:
         self.backend = backend
         self.counters = Counters()
         self.streams_text = False
+        self.load = 0
+        """The weight of the rows that are not finished."""
         self.last_prefix: Prefix | None = None
         """The longest prefix of the row that was added last."""
         self._rows: dict[int, Row] = {}  # by id() of the sequence
@@ -97,12 +107,13 @@ class Lane:
     def add(self, row: Row) -> None:
         """Take a row in."""
         self._rows[id(row.sequence)] = row
+        self.load += weight_of(row.sequence)
         self._opened.add(row.sequence)
         self.last_prefix = row.sequence.prefixes[-1] if row.sequence.prefixes else None
 
     def abort(self) -> list[Completion]:
         """End all rows where they stand."""
-        rows, self._rows = self._rows, {}
+        rows, self._rows, self.load = self._rows, {}, 0
         for row in rows.values():
             self._opened.finish(row.sequence, FinishReason.ABORTED)
         return [self.completion(row) for row in rows.values()]
@@ -178,8 +189,12 @@ class Lane:
             elif self.streams_text and (piece := row.text.take()):
                 events.append(TextPiece(sequence.request.index, piece))
         for sequence in finished:
-            events += self._finish(self._rows.pop(id(sequence)))
+            events += self._finish(self._take_out(sequence))
         return events
+
+    def _take_out(self, sequence: TokenSequence) -> Row:
+        self.load -= weight_of(sequence)
+        return self._rows.pop(id(sequence))
 
     def _finish(self, row: Row) -> list[Completion | TextPiece]:
         completion = self.completion(row)
@@ -208,6 +223,6 @@ class Lane:
         failed: list[Completion | TextPiece] = []
         for plan_row in plan.rows:
             self._opened.finish(plan_row.sequence, FinishReason.ERROR)
-            row = self._rows.pop(id(plan_row.sequence))
+            row = self._take_out(plan_row.sequence)
             failed.append(self.completion(row, error=str(error)))
         return failed

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from localbatch.data.config import MAX_LANES, EngineConfig
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
-from localbatch.engine.calibration import CELLS, Rates, rates_of
+from localbatch.engine.calibration import DEEP, ROWS, SHALLOW, Rates, rates_of
 from localbatch.engine.lane import Counters, Lane
 from localbatch.engine.machine import available_memory
 from localbatch.engine.planner import Choice, Layout, Planner, RowShape
@@ -56,10 +57,15 @@ class LaneGroup:
             # What the present contexts take is free when the next ones are made.
             memory += context_bytes(self._backend.card, now) * len(self.lanes)
         self._asked = (slots, prefix_slots)
-        planner = Planner(config, self._rates)
-        shapes = [_shape(sequence) for sequence in waiting]
-        self.choice = planner.choose(shapes, slots, on_gpu=on_gpu, row_cells=cells)
-        lanes = min(self.choice.layout.lanes, self._affordable(cells, memory))
+        planner = Planner(config, partial(self._rates, cells))
+        shapes = [RowShape(s.num_prompt, s.request.params.max_tokens, s.prefixes) for s in waiting]
+        self.choice = planner.choose(
+            shapes, slots, on_gpu=on_gpu, row_cells=cells,
+            cell_bytes=self._backend.card.kv_bytes_per_cell,
+        )  # fmt: skip
+        layout = self.choice.layout
+        slots = min(slots, layout.slots * layout.lanes)
+        lanes = min(layout.lanes, self._affordable(cells, memory))
         context = fit_context(
             config, self._backend.card, slots, cells, on_gpu, memory, lanes, prefix_slots
         )
@@ -95,24 +101,19 @@ class LaneGroup:
             self.lanes.append(Lane(self._backend.sibling()))
             self.counters.append(self.lanes[-1].counters)
 
-    def _rates(self, layout: Layout) -> Rates | None:
-        """Return how fast a layout is; its contexts must be made anew."""
+    def _rates(self, cells: int, layout: Layout, budget_s: float) -> Rates | None:
+        """Return how fast a layout is for rows of so many cells; contexts must be made anew."""
         self._resize(layout.lanes)
         context = fit_context(
-            self._config, self._backend.card, layout.slots * layout.lanes, CELLS,
-            self._backend.on_gpu, lanes=layout.lanes,
+            self._config, self._backend.card, min(layout.slots, max(ROWS)) * layout.lanes,
+            SHALLOW if cells <= SHALLOW else DEEP, self._backend.on_gpu, lanes=layout.lanes,
         )  # fmt: skip
         context = replace(context, flash_attention=layout.flash_attention)
         self.context = None
-        return rates_of(self._config.model, [lane.backend for lane in self.lanes], context)
+        backends = [lane.backend for lane in self.lanes]
+        return rates_of(self._config.model, backends, context, budget_s)
 
 
 def wanted_cells(sequence: TokenSequence) -> int:
     """Return the tokens of a row that runs to its `max_tokens`."""
     return sequence.num_prompt + sequence.request.params.max_tokens
-
-
-def _shape(sequence: TokenSequence) -> RowShape:
-    """Return what a row asks for; what it shares counts as computed by another."""
-    shared = sequence.prefixes[-1].length if sequence.prefixes else 0
-    return RowShape(sequence.num_prompt - shared, sequence.request.params.max_tokens)

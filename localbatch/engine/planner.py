@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from localbatch.data.config import CELL_STEP, MAX_SLOTS, EngineConfig, FlashAttention, KVLayout
 from localbatch.engine.calibration import Rates
 from localbatch.engine.machine import usable_threads
 from localbatch.engine.sizing import PREFIX_SLOTS
+from localbatch.scheduler.prefixes import Prefix
 
 GUESS_LANES = 2
 """Lanes on a CPU before anything was measured."""
@@ -28,13 +29,21 @@ MOST_SECONDS = 10.0
 """Most seconds to measure for."""
 
 
+LEAST_SLOTS = 4
+"""Slots of a lane that are worth a plan."""
+
+MOST_SIMULATED = 512
+"""Rows of a job that are simulated; of more, some."""
+
+
 @dataclass(frozen=True)
 class RowShape:
     """What a row asks of the machine."""
 
     prompt_tokens: int
-    """Those it computes itself: without what it shares with rows before it."""
     max_tokens: int
+    prefixes: tuple[Prefix, ...] = ()
+    """What it shares with other rows; computed once in each lane."""
 
 
 @dataclass(frozen=True)
@@ -93,71 +102,134 @@ def candidates(
     return [Layout(n, max(1, threads // n), -(-slots // n), on) for on in fused for n in unique]
 
 
-def expected_seconds(rows: Sequence[RowShape], layout: Layout, rates: Rates) -> float:
+def expected_seconds(
+    rows: Sequence[RowShape], layout: Layout, rates: Rates, slot_bytes: int = 0
+) -> float:
     """Return the time of a job by measured rates: each lane's own, the longest lane counts.
 
     Prompts are computed one after another; between them all running rows of a lane take a token in
-    one step, which costs what a step of so many rows was measured to take.
+    one step, which costs what a step of so many rows was measured to take. `slot_bytes` is the size
+    of a slot; making them takes time, too.
     """
-    shares = [rows[lane :: layout.lanes] for lane in range(layout.lanes)]
-    return max(_lane_seconds(share, layout.slots, rates) for share in shares)
+    every = max(1, -(-len(rows) // MOST_SIMULATED))
+    scale = len(rows) / max(1, len(rows[::every]))
+    shares = [rows[::every][lane :: layout.lanes] for lane in range(layout.lanes)]
+    opening = rates.open_byte_s * slot_bytes * layout.slots * layout.lanes
+    return opening + scale * max(_lane_seconds(share, layout.slots, rates) for share in shares)
 
 
 def _lane_seconds(rows: Sequence[RowShape], slots: int, rates: Rates) -> float:
-    seconds = sum(row.prompt_tokens for row in rows) / rates.prefill_tok_s
-    running: list[int] = []  # the step at which each running row ends; a heap
-    step = 0
+    lane = _SimulatedLane(rates)
     for row in rows:
-        if len(running) == slots:
-            seconds, step = _run_until(running, step, seconds, rates)
-        if row.max_tokens > 1:  # a prompt's own pass gives the first token
-            heapq.heappush(running, step + row.max_tokens - 1)
-    while running:
-        seconds, step = _run_until(running, step, seconds, rates)
-    return seconds
+        if lane.num_running == slots:
+            lane.run_until_one_ends()
+        lane.start(row)
+    while lane.num_running:
+        lane.run_until_one_ends()
+    return lane.seconds
 
 
-def _run_until(running: list[int], step: int, seconds: float, rates: Rates) -> tuple[float, int]:
-    """Let the steps pass until the next row ends."""
-    num_rows, end = len(running), heapq.heappop(running)
-    return seconds + (end - step) * rates.step_s(num_rows), end
+class _SimulatedLane:
+    """Steps through the rows of a lane from one end of a row to the next."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.seconds = 0.0
+        self._rates = rates
+        self._step = 0
+        self._ends: list[int] = []  # a heap: the step at which each running row ends
+        self._depths: list[tuple[int, int]] = []  # a heap: (step - cells, end), the longest first
+        self._computed: set[Prefix] = set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._ends)
+
+    def start(self, row: RowShape) -> None:
+        """Compute a prompt; its own pass gives the first token."""
+        shared = [prefix.length for prefix in row.prefixes if prefix in self._computed]
+        self._computed.update(row.prefixes)
+        self.seconds += self._rates.prompt_s(max(shared, default=0), row.prompt_tokens)
+        if row.max_tokens > 1:
+            end = self._step + row.max_tokens - 1
+            heapq.heappush(self._ends, end)
+            heapq.heappush(self._depths, (self._step - row.prompt_tokens, end))
+
+    def run_until_one_ends(self) -> None:
+        """Let the steps pass until the next row ends."""
+        num_rows, end = len(self._ends), heapq.heappop(self._ends)
+        if end == self._step:
+            return
+        while self._depths[0][1] <= self._step:
+            heapq.heappop(self._depths)
+        cells = (self._step + end) // 2 - self._depths[0][0]
+        self.seconds += (end - self._step) * self._rates.step_s(num_rows, cells)
+        self._step = end
 
 
 class Planner:
     """Chooses a layout for rows on a loaded model.
 
-    `measure` gives the rates of a layout, or `None` if it can't be measured.
+    `measure` gives the rates of a layout, or `None` if it can't be measured; it takes about as many
+    seconds as it is given at most.
     """
 
-    def __init__(self, config: EngineConfig, measure: Callable[[Layout], Rates | None]) -> None:
+    def __init__(
+        self, config: EngineConfig, measure: Callable[[Layout, float], Rates | None]
+    ) -> None:
         self._config, self._measure = config, measure
 
     def choose(
-        self, rows: Sequence[RowShape], slots: int, *, on_gpu: bool, row_cells: int = CELL_STEP + 1
+        self,
+        rows: Sequence[RowShape],
+        slots: int,
+        *,
+        on_gpu: bool,
+        row_cells: int = CELL_STEP + 1,
+        cell_bytes: int = 0,
     ) -> Choice:
         """Return the layout with the least expected time, measuring where that may pay.
 
-        `row_cells` is the length of the longest row.
+        `row_cells` is the length of the longest row, `cell_bytes` the KV cache of a token.
         """
         short = row_cells <= CELL_STEP
         layouts = candidates(self._config, slots, on_gpu=on_gpu, short_rows=short)
         guess = layouts[0]
-        if len(layouts) == 1:
+        streams = self._config.kv_layout is KVLayout.STREAMS
+        may_have_fewer = streams and not on_gpu and self._config.parallel is None
+        if len(layouts) == 1 and not may_have_fewer:
             return Choice(guess, "the only split of the cores that the settings allow")
         tokens = sum(row.prompt_tokens + row.max_tokens for row in rows)
         if tokens < SHORT_JOB_TOKENS:
             return Choice(guess, f"by rule: {tokens:,} tokens are too few to measure for")
-        expected: list[tuple[Layout, float]] = []
+        best: list[tuple[Layout, float]] = []
+        for layout, rates in self._measured(layouts):
+            timed = [
+                (option, expected_seconds(rows, option, rates, row_cells * cell_bytes))
+                for option in self._with_fewer_slots(layout)
+            ]
+            best.append(min(timed, key=_seconds))
+        if not best:
+            return Choice(guess, "by rule: nothing could be measured in time")
+        best.sort(key=_seconds)
+        return Choice(best[0][0], "measured on this machine", best[0][1], tuple(best[1:]))
+
+    def _measured(self, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Rates]]:
+        """Yield the layouts with their rates until the time is over or one can't be measured."""
         started = time.perf_counter()
-        for layout in layouts:
-            rates = self._measure(layout)
-            if rates is not None:
-                expected.append((layout, expected_seconds(rows, layout, rates)))
-            spent = time.perf_counter() - started
-            if expected and spent + spent / len(expected) > MOST_SECONDS:
+        for layouts_left, layout in zip(range(len(layouts), 0, -1), layouts, strict=True):
+            left = MOST_SECONDS - (time.perf_counter() - started)
+            rates = self._measure(layout, left / layouts_left)
+            if rates is None:
                 break
-        if not expected:
-            return Choice(guess, "by rule: nothing could be measured")
-        expected.sort(key=lambda pair: pair[1])
-        best, seconds = expected[0]
-        return Choice(best, "measured on this machine", seconds, tuple(expected[1:]))
+            yield layout, rates
+
+    def _with_fewer_slots(self, layout: Layout) -> list[Layout]:
+        """Return the layout, and unless the number of rows is set, those with fewer in a lane."""
+        slots = [layout.slots]
+        while self._config.parallel is None and slots[-1] >= 2 * LEAST_SLOTS:
+            slots.append(slots[-1] // 2)
+        return [replace(layout, slots=number) for number in slots]
+
+
+def _seconds(pair: tuple[Layout, float]) -> float:
+    return pair[1]

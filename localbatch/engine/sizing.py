@@ -36,9 +36,7 @@ def wanted_slots(config: EngineConfig, num_rows: int, *, on_gpu: bool) -> int:
 
 def context_bytes(card: ModelCard, context: ContextConfig) -> int:
     """Return the bytes of a context's KV cache."""
-    if context.pool_cells is not None:
-        return kv_bytes(card, 1, context.pool_cells)
-    return kv_bytes(card, context.num_slots + context.num_prefix_slots, context.row_cells)
+    return context.num_cells * card.kv_bytes_per_cell
 
 
 def chunk_of(config: EngineConfig, *, on_gpu: bool) -> int:
