@@ -472,7 +472,7 @@ class TestTimings:
         clock = _Clock(monkeypatch)
         rows = [request(0, "x" * 1099, max_tokens=1), request(1, max_tokens=2, ignore_eos=True)]
 
-        done = finish(engine(clock.backend()), rows)
+        done = finish(engine(clock.backend(), ubatch=512), rows)
 
         assert (done[0].timings.prefill_s, done[0].timings.decode_s) == (3.0, 0.0)
         assert (done[1].timings.prefill_s, done[1].timings.decode_s) == (1.0, 3.0)

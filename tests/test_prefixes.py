@@ -299,9 +299,13 @@ class Cells:
         for source, target, length in plan.copies:
             assert 0 <= source < len(self.slots)
             assert 0 <= target < len(self.slots)
-            assert (source < self.num_slots) != (target < self.num_slots), "to or from a prefix"
+            prefix = (source < self.num_slots) != (target < self.num_slots)
+            assert prefix or source == target < self.num_slots, "to or from a prefix, or kept"
             assert 0 < length <= len(self.slots[source]), "a copy of cells that are not there"
             self.slots[target] = self.slots[source][:length]
+        if all(not row.is_prefill for row in plan.rows):
+            # A backend may fill a decode batch up with rows in the slots above.
+            assert not any(self.slots[len(plan.rows) : self.num_slots]), "a free slot is not empty"
 
     def compute(self, row: PlanRow) -> None:
         """Add a row's tokens; all tokens before must be there, and be its own."""
@@ -551,6 +555,24 @@ class TestScheduler:
         assert [(row.slot, row.start, row.end) for row in first.rows] == [(0, 0, 4)]
         assert second.copies == [Copy(0, 4, 4), Copy(4, 1, 4), Copy(4, 2, 4)]
         assert [(r.slot, r.start, r.end) for r in second.rows] == [(i, 4, 7) for i in range(3)]
+
+    def test_the_next_row_goes_on_in_the_slot_of_one_that_ended(self) -> None:
+        """Its head is there already; at the next decode what is left in a slot is forgotten."""
+        config = SchedulerConfig(num_slots=2, row_cells=64, num_prefix_slots=1)
+        leaves = [Leaf(0, 3, 2, False), Leaf(0, 3, 1, False), Leaf(0, 3, 9, False)]
+        play = Play(Scene(config, [Node(None, 4, True)], leaves, []))
+        for sequence in play.sequences:
+            play.scheduler.add(sequence)
+
+        play.scheduler.update(play.scheduler.schedule(), [None])
+        second = play.scheduler.schedule()
+        play.scheduler.update(second, [7, 7])
+        third = play.scheduler.schedule()
+
+        assert second.copies == [Copy(0, 2, 4), Copy(2, 1, 4)]
+        assert third.copies == [Copy(1, 1, 4)]
+        assert third.releases == []
+        assert [(row.slot, row.start, row.end) for row in third.rows] == [(1, 4, 7)]
 
     def test_without_slots_for_prefixes_nothing_is_cut(self) -> None:
         """Every row computes its prompt in one piece, all at one time."""

@@ -132,8 +132,9 @@ class LlamaBackend:
             context.remove(source)
         for source, target, length in plan.copies:
             source, target = self._sequence_id(source), self._sequence_id(target)
-            context.remove(target)
-            context.copy(source, target)
+            if source != target:
+                context.remove(target)
+                context.copy(source, target)
             context.remove(target, length)
         tokens: list[int | None] = []
         for rows in self._calls(plan.rows):

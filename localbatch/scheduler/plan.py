@@ -32,7 +32,10 @@ class Move(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Slot `target` gets the first `length` cells of slot `source`, and nothing else."""
+    """Slot `target` gets the first `length` cells of slot `source`, and nothing else.
+
+    If they are the same slot, it keeps those cells.
+    """
 
     source: int
     target: int

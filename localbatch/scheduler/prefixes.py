@@ -142,16 +142,22 @@ class PrefixSlots:
         """Return whether another sequence is computing what this one begins with."""
         return any(prefix in self._computing for prefix in sequence.prefixes)
 
-    def start(self, sequence: Sequence) -> tuple[int, int]:
+    def start(
+        self, sequence: Sequence, own_slot: int = -1, left: Prefix | None = None
+    ) -> tuple[int, int]:
         """Return (slot, length) of the longest prefix there is for a sequence; length 0 if none.
 
-        What is missing is this sequence's to compute, if others want it too.
+        `left` is a prefix that its own slot holds already. What is missing is this sequence's to
+        compute, if others want it too.
         """
         slot, length = -1, 0
         for prefix in sequence.prefixes:
             prefix.num_users -= 1
             if prefix in self._saved:
                 self._saved.move_to_end(prefix)
+            if prefix is left:
+                slot, length = own_slot, prefix.length
+            elif prefix in self._saved:
                 slot, length = self._saved[prefix], prefix.length
             elif self._num_slots and prefix.num_users > 0:
                 self._computing[prefix] = sequence

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from localbatch.data.config import SchedulerConfig
 from localbatch.data.request import FinishReason
 from localbatch.scheduler.plan import Copy, Move, PlanRow, StepPlan
-from localbatch.scheduler.prefixes import PrefixSlots, chunk_end
+from localbatch.scheduler.prefixes import Prefix, PrefixSlots, chunk_end
 from localbatch.scheduler.sequence import Sequence, SequenceStatus
 from localbatch.scheduler.slots import SlotPool
 
@@ -33,6 +33,7 @@ class Scheduler:
         self._end_tokens = frozenset(end_tokens)
         self._slots = SlotPool(config.num_slots, config.pool_cells)
         self._prefixes = PrefixSlots(config.num_slots, config.num_prefix_slots)
+        self._left: dict[int, Prefix] = {}  # by free slot: what an ended sequence left there
         self._releases: list[int] = []
         self._copies: list[Copy] = []
         self._mixes = config.pool_cells is not None
@@ -67,6 +68,7 @@ class Scheduler:
         moves: list[Move] = []
         if not rows or self._mixes:
             in_plan = {id(row.sequence) for row in rows}
+            self._forget_left()
             moves = [] if self._mixes else self._close_gaps()
             decoding = [s for s in self.running if id(s) not in in_plan and not s.lags]
             # By slot: llama.cpp computes streams together only while their ids ascend by one.
@@ -124,6 +126,7 @@ class Scheduler:
         """Raise `AssertionError` if slots, cells or states contradict each other."""
         self._slots.check_integrity()
         self._prefixes.check_integrity(self.running)
+        assert self._left.keys().isdisjoint(self._slots.in_use), "slots left by ended sequences"
         assert {s.slot for s in self.running} == self._slots.in_use, "slots in use"
         assert all(s.status is SequenceStatus.RUNNING for s in self.running), "running"
         assert all(s.status is SequenceStatus.WAITING and s.slot is None for s in self.waiting)
@@ -168,12 +171,20 @@ class Scheduler:
         sequence.slot = slot
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
-        source, length = self._prefixes.start(sequence)
+        left = self._left.pop(slot, None)
+        source, length = self._prefixes.start(sequence, slot, left)
+        if left is not None and source != slot:
+            self._releases.append(slot)
         if length:
             self._copies.append(Copy(source, slot, length))
             self._slots.grow(slot, length)
             sequence.num_computed = length
         return True
+
+    def _forget_left(self) -> None:
+        """Free slots that nobody went on in; a decode batch may be filled up with them."""
+        self._releases += self._left
+        self._left.clear()
 
     def _catch_up(self, *, admit: bool) -> list[PlanRow]:
         """Plan a chunk for each sequence that lags, new ones included, within the token budget."""
@@ -227,7 +238,11 @@ class Scheduler:
         assert sequence.slot is not None
         self._prefixes.drop(sequence)
         self._slots.give_back(sequence.slot)
-        self._releases.append(sequence.slot)
+        prefix = sequence.prefixes[-1] if sequence.prefixes else None
+        if prefix and prefix.num_users > 0 and sequence.num_computed >= prefix.length:
+            self._left[sequence.slot] = prefix
+        else:
+            self._releases.append(sequence.slot)
         sequence.slot = None
 
 
