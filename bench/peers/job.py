@@ -37,6 +37,7 @@ class Job:
     model: str
     """Path of the GGUF file."""
     workload: str
+    """A name, or the path of a file that ends in .jsonl."""
     rows: int | None = None
     """The first so many rows; all if left out."""
     tokens: int | None = None
@@ -56,7 +57,10 @@ class Job:
 
     def load(self) -> list[Row]:
         """Return the rows to be run."""
-        return load_rows(WORKLOADS / f"{self.workload}.jsonl", self.rows, self.tokens)
+        path = Path(self.workload)
+        if path.suffix != ".jsonl":
+            path = WORKLOADS / f"{self.workload}.jsonl"
+        return load_rows(path, self.rows, self.tokens)
 
 
 @dataclass
@@ -76,10 +80,10 @@ class Measurement:
 def load_rows(path: Path, limit: int | None = None, tokens: int | None = None) -> list[Row]:
     """Read the first `limit` rows of a workload; `tokens` overrides the tokens out of each."""
     rows = []
-    for line in path.read_text("utf-8").splitlines()[:limit]:
+    for number, line in enumerate(path.read_text("utf-8").splitlines()[:limit], 1):
         row = json.loads(line)
         length = tokens or row.get("max_tokens", DEFAULT_TOKENS)
-        rows.append(Row(str(row["id"]), row["prompt"], length))
+        rows.append(Row(str(row.get("id", number)), row["prompt"], length))
     return rows
 
 
