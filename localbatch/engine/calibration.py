@@ -28,6 +28,9 @@ more takes lies on the line through these."""
 ROWS = (1, 4, 16, 32)
 """Decode batches that are measured; steps of other sizes are interpolated."""
 
+MOST_ROWS, MOST_DEEP_ROWS = 32, 16
+"""Slots of a context to measure in, and of one with `DEEP` cells: making them takes time, too."""
+
 _FIRST = 32
 _FIRST_SHARE = 0.15
 _REQUEST = Request("calibration", 0, prompt="-")
@@ -49,6 +52,10 @@ class Rates:
     deep_steps: Steps | None = None
     open_byte_s: float = 0.0
     """Seconds for a byte of KV cache, once: llama.cpp clears it."""
+
+    def without_depth(self) -> Rates:
+        """Return what was measured up to `SHALLOW` cells."""
+        return replace(self, deep_prompt_token_s=None, deep_steps=None)
 
     def prompt_s(self, start: int, end: int) -> float:
         """Return the seconds of the tokens `[start, end)` of a prompt."""
@@ -120,7 +127,7 @@ def rates_of(
     `None` for what is no file, or too slow.
     """
     try:
-        key = fact_key("rates 2", model, len(backends), context, backends[0].build)
+        key = fact_key("rates 4", model, len(backends), context, backends[0].build)
     except OSError:
         return None
     cache = FactCache()
@@ -142,8 +149,10 @@ def measure(backends: Sequence[Backend], context: ContextConfig, budget_s: float
     """
     started = time.perf_counter()
     probes = [_Probe(backend, context) for backend in backends]
-    num_bytes = sum(p.backend.card.kv_bytes_per_cell for p in probes) * context.num_cells
-    open_byte_s = (time.perf_counter() - started) / max(1, num_bytes)
+    reopened = time.perf_counter()  # the first time a backend may have more to find out
+    probes[-1] = _Probe(backends[-1], context)
+    num_bytes = context.num_cells * backends[-1].card.kv_bytes_per_cell
+    open_byte_s = (time.perf_counter() - reopened) / max(1, num_bytes)
     sizes = sorted({min(rows, context.num_slots) for rows in ROWS}, reverse=True)
     with ThreadPoolExecutor(len(probes)) as threads:
 
@@ -154,22 +163,28 @@ def measure(backends: Sequence[Backend], context: ContextConfig, budget_s: float
             slowest(_Probe.spread, 0)  # padding uses up the slots above a batch
             return tuple((rows, slowest(_Probe.step_s, rows)) for rows in sizes)[::-1]
 
+        def left_s() -> float:
+            return budget_s - (time.perf_counter() - started)
+
         if slowest(_Probe.prompt_s, _FIRST) > _FIRST_SHARE * budget_s:
             return None
         prompt_s = min(slowest(_Probe.prompt_s, PIECE) for _ in range(2))
         began = time.perf_counter()
         steps = steps_s()
         pass_s = time.perf_counter() - began
-        if (left := budget_s - (time.perf_counter() - started)) > pass_s:
+        if left_s() > pass_s:
             steps = tuple(map(min, steps, steps_s()))
         rates = Rates(prompt_s / PIECE, steps, open_byte_s=open_byte_s)
         rest = SHALLOW - probes[0].length
-        deep_s = 1.5 * (rates.prompt_s(0, rest + PIECE) + pass_s)
-        if context.row_cells <= SHALLOW or left - pass_s < deep_s:
+        deep_s = 1.5 * (rates.prompt_s(0, rest + 2 * _FIRST) + pass_s)
+        if context.row_cells <= SHALLOW or left_s() < deep_s:
             return rates
         slowest(_Probe.prompt_s, rest)
-        deep = slowest(_Probe.prompt_s, PIECE) / PIECE
-        return replace(rates, deep_prompt_token_s=deep, deep_steps=steps_s())
+        prompt_s = min(slowest(_Probe.prompt_s, _FIRST) for _ in range(2))
+        deep_steps = steps_s()
+        if left_s() > 1.5 * pass_s:
+            deep_steps = tuple(map(min, deep_steps, steps_s()))
+        return replace(rates, deep_prompt_token_s=prompt_s / _FIRST, deep_steps=deep_steps)
 
 
 class _Probe:

@@ -8,7 +8,7 @@ from functools import partial
 
 from localbatch.data.config import MAX_LANES, EngineConfig
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
-from localbatch.engine.calibration import DEEP, ROWS, SHALLOW, Rates, rates_of
+from localbatch.engine.calibration import DEEP, MOST_DEEP_ROWS, MOST_ROWS, SHALLOW, Rates, rates_of
 from localbatch.engine.lane import Counters, Lane
 from localbatch.engine.machine import available_memory
 from localbatch.engine.planner import Choice, Layout, Planner, RowShape
@@ -104,9 +104,10 @@ class LaneGroup:
     def _rates(self, cells: int, layout: Layout, budget_s: float) -> Rates | None:
         """Return how fast a layout is for rows of so many cells; contexts must be made anew."""
         self._resize(layout.lanes)
+        cells, most = (SHALLOW, MOST_ROWS) if cells <= SHALLOW else (DEEP, MOST_DEEP_ROWS)
         context = fit_context(
-            self._config, self._backend.card, min(layout.slots, max(ROWS)) * layout.lanes,
-            SHALLOW if cells <= SHALLOW else DEEP, self._backend.on_gpu, lanes=layout.lanes,
+            self._config, self._backend.card, min(layout.slots, most) * layout.lanes, cells,
+            self._backend.on_gpu, lanes=layout.lanes,
         )  # fmt: skip
         context = replace(context, flash_attention=layout.flash_attention)
         self.context = None

@@ -201,8 +201,11 @@ class Planner:
         tokens = sum(row.prompt_tokens + row.max_tokens for row in rows)
         if tokens < SHORT_JOB_TOKENS:
             return Choice(guess, f"by rule: {tokens:,} tokens are too few to measure for")
+        measured = list(self._measured(layouts))
+        if any(rates.deep_steps is None for _, rates in measured):  # or they can't be compared
+            measured = [(layout, rates.without_depth()) for layout, rates in measured]
         best: list[tuple[Layout, float]] = []
-        for layout, rates in self._measured(layouts):
+        for layout, rates in measured:
             timed = [
                 (option, expected_seconds(rows, option, rates, row_cells * cell_bytes))
                 for option in self._with_fewer_slots(layout)
