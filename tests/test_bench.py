@@ -187,7 +187,7 @@ class TestSystems:
     def test_server_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The server runs at its defaults and at its best; xllamacpp gets the latter's settings."""
         best = {"slots": 2, "unified": True, "flash": True}
-        monkeypatch.setattr(compare, "find_best", lambda _results, _job, _size: best)
+        monkeypatch.setattr(compare, "find_best", lambda _results, _job, _size, _rows: best)
         monkeypatch.setattr(xllama, "is_installed", lambda _peers: True)
         results = rounds.Results("short", ROWS)
         args = arguments("--systems", "xllamacpp,server", server_path="/bin/llama-server")
@@ -262,7 +262,7 @@ class TestRounds:
                 raise BenchError("no")
             return made_up(2.0 if job.settings["unified"] else 3.0)
 
-        found = rounds.find_best(results, Job("server", "m", "short"), "small", run)
+        found = rounds.find_best(results, Job("server", "m", "short"), "small", run=run)
         assert found == {"slots": 2, "unified": True, "flash": True}
         assert [seconds for _, seconds in results.trials] == [None, 3.0, None, 2.0]
 

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +78,30 @@ def end_tree(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def find_best(results: Results, job: Job, size: str, run: Run = run_job) -> Settings | None:
-    """Find the server's fastest settings on the rows of `job`."""
+def find_best(
+    results: Results, job: Job, size: str, rows: int | None = None, run: Run = run_job
+) -> Settings | None:
+    """Find the server's fastest settings on the rows of `job`, or the first so many of them."""
+    searched = results
+    if rows is not None and rows < len(results.rows):
+        job = replace(job, rows=rows)
+        searched = Results(results.workload, results.rows[:rows])
 
     def seconds(settings: Settings) -> float | None:
-        trial = Job(**vars(job) | {"settings": settings})
-        measured = measure(results, f"server, {label(settings)}", trial, run)
+        trial = replace(job, settings=settings)
+        measured = measure(searched, f"server, {label(settings)}", trial, run)
         return measured.wall_s if isinstance(measured, Measurement) else None
 
-    results.trials = search(size, len(results.rows), seconds)
+    results.trials = search(size, len(searched.rows), seconds)
     return best(results.trials)
 
 
-def run_rounds(results: Results, rounds: int, run: Run = run_job) -> None:
+def run_rounds(
+    results: Results,
+    rounds: int,
+    run: Run = run_job,
+    after_round: Callable[[], object] = lambda: None,
+) -> None:
     """Measure all systems of `results.jobs` in every round; one that fails is not run again."""
     names = list(results.jobs)
     for number in range(rounds):
@@ -103,6 +114,7 @@ def run_rounds(results: Results, rounds: int, run: Run = run_job) -> None:
                 results.runs.setdefault(name, []).append(measured)
             else:
                 results.failed[name] = measured
+        after_round()
 
 
 def turned(names: Sequence[str], by: int) -> list[str]:
