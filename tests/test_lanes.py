@@ -27,6 +27,7 @@ from localbatch.engine.text import TextStream
 from localbatch.scheduler.plan import StepPlan
 from localbatch.scheduler.prefixes import Prefix
 from localbatch.scheduler.sequence import Sequence as TokenSequence
+from tests.factories import create_requests
 from tests.test_engine import fake_answer
 
 MIB = 1 << 20
@@ -632,6 +633,38 @@ def fit(
 ) -> ContextConfig:
     config = EngineConfig("m", **{"threads": 8, **settings})
     return fit_context(config, CARD, slots, cells, False, memory_mib * MIB, lanes, prefix_slots)
+
+
+class TestThreads:
+    def test_those_of_an_idle_lane_go_to_the_others(self) -> None:
+        """A long row runs on alone with both threads, until there is work for the other lane."""
+        backend = FakeBackend(step_s=0.001)
+        backend.card = replace(backend.card, file_bytes=10**9)
+        made = Engine(backend, EngineConfig("m", lanes=2, threads=2, parallel=2))
+        made.submit(create_requests(1, 3, first=0, max_tokens=300, ignore_eos=True))
+        made.submit(create_requests(1, 4, first=1, max_tokens=2, ignore_eos=True))
+        seen: list[set[int]] = []
+        while made.has_work:
+            made.step()
+            seen.append({lane.backend.threads for lane in made.lanes if lane.has_work})
+        made.submit(create_requests(1, 3, first=2, max_tokens=300, ignore_eos=True))
+        made.submit(create_requests(1, 4, first=3, max_tokens=300, ignore_eos=True))
+        made.step()
+
+        assert {2} in seen
+        assert [lane.backend.threads for lane in made.lanes] == [1, 1]
+        made.abort()
+        made.close()
+
+    def test_small_steps_are_left_to_one_thread(self) -> None:
+        """A row of a model without weights is not worth the waiting."""
+        made = Engine(FakeBackend(), EngineConfig("m", lanes=2, threads=2, parallel=2))
+        made.submit(create_requests(1, 3, first=0, max_tokens=300, ignore_eos=True))
+        made.submit(create_requests(1, 4, first=1, max_tokens=2, ignore_eos=True))
+        while made.has_work:
+            made.step()
+            assert all(lane.backend.threads == 1 for lane in made.lanes)
+        made.close()
 
 
 class TestFitContext:

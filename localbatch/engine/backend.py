@@ -93,6 +93,9 @@ class Backend(Protocol):
     build: str
     """What computes, and with which of the processor's features."""
 
+    open_s: float
+    """Seconds that making the context took."""
+
     @property
     def decode_s(self) -> float:
         """Seconds spent computing (not sampling) since the start."""
@@ -105,6 +108,10 @@ class Backend(Protocol):
 
     def open(self, config: ContextConfig) -> Numerics:
         """Make the context, replacing an earlier one."""
+        ...
+
+    def set_threads(self, threads: int) -> None:
+        """Compute with another number of threads from now on."""
         ...
 
     def sibling(self) -> Backend:

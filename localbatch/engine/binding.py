@@ -51,7 +51,7 @@ _FUNCTIONS = (
     "llama_init_from_model", "llama_free", "llama_decode", "llama_get_logits", "llama_get_memory",
     "llama_memory_seq_rm", "llama_memory_seq_cp", "llama_memory_clear", "llama_n_ctx_seq",
     "llama_tokenize", "llama_token_to_piece", "llama_vocab_is_eog", "llama_vocab_get_attr",
-    "llama_model_chat_template", "llama_model_meta_val_str_by_index",
+    "llama_model_chat_template", "llama_set_n_threads", "llama_model_meta_val_str_by_index",
 )  # fmt: skip
 
 
@@ -369,6 +369,10 @@ class Context:
         pointer = lib.llama_get_logits(self.handle)  # waits for a GPU
         self.decode_s += time.perf_counter() - start
         return np.ctypeslib.as_array(pointer, shape=(num_rows, self.num_vocab))
+
+    def set_threads(self, threads: int) -> None:
+        """Use so many threads from the next decode on."""
+        lib.llama_set_n_threads(self.handle, threads, threads)
 
     def remove(self, slot: int, start: int = -1) -> None:
         """Free the cells of `slot` from position `start` on; -1 is all of them."""

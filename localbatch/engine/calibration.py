@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import TypeAlias
 
 from localbatch.data.request import Request
@@ -127,7 +128,7 @@ def rates_of(
     `None` for what is no file, or too slow.
     """
     try:
-        key = fact_key("rates 4", model, len(backends), context, backends[0].build)
+        key = fact_key("rates 5", model, len(backends), context, backends[0].build)
     except OSError:
         return None
     cache = FactCache()
@@ -144,31 +145,29 @@ def measure(backends: Sequence[Backend], context: ContextConfig, budget_s: float
 
     Opens `context` in each backend; the caller opens them anew. Depth is measured if the context
     has the cells and the time allows it. `None`, soon, if the least would take more than `budget_s`
-    seconds. Of several rounds the fastest counts: whatever else the machine does only ever slows
-    one down.
+    seconds. Of several rounds the fastest counts, since whatever else the machine does only ever
+    slows one down; of several lanes the mean, since each takes as many rows as it gets done.
     """
     started = time.perf_counter()
     probes = [_Probe(backend, context) for backend in backends]
-    reopened = time.perf_counter()  # the first time a backend may have more to find out
-    probes[-1] = _Probe(backends[-1], context)
-    num_bytes = context.num_cells * backends[-1].card.kv_bytes_per_cell
-    open_byte_s = (time.perf_counter() - reopened) / max(1, num_bytes)
+    num_bytes = context.num_cells * backends[0].card.kv_bytes_per_cell * len(backends)
+    open_byte_s = sum(backend.open_s for backend in backends) / max(1, num_bytes)
     sizes = sorted({min(rows, context.num_slots) for rows in ROWS}, reverse=True)
     with ThreadPoolExecutor(len(probes)) as threads:
 
-        def slowest(action: Callable[[_Probe, int], float], size: int) -> float:
-            return max(threads.map(action, probes, itertools.repeat(size)))
+        def mean(action: Callable[[_Probe, int], float], size: int) -> float:
+            return fmean(threads.map(action, probes, itertools.repeat(size)))
 
         def steps_s() -> Steps:
-            slowest(_Probe.spread, 0)  # padding uses up the slots above a batch
-            return tuple((rows, slowest(_Probe.step_s, rows)) for rows in sizes)[::-1]
+            mean(_Probe.spread, 0)  # padding uses up the slots above a batch
+            return tuple((rows, mean(_Probe.step_s, rows)) for rows in sizes)[::-1]
 
         def left_s() -> float:
             return budget_s - (time.perf_counter() - started)
 
-        if slowest(_Probe.prompt_s, _FIRST) > _FIRST_SHARE * budget_s:
+        if mean(_Probe.prompt_s, _FIRST) > _FIRST_SHARE * budget_s:
             return None
-        prompt_s = min(slowest(_Probe.prompt_s, PIECE) for _ in range(2))
+        prompt_s = min(mean(_Probe.prompt_s, PIECE) for _ in range(2))
         began = time.perf_counter()
         steps = steps_s()
         pass_s = time.perf_counter() - began
@@ -179,8 +178,8 @@ def measure(backends: Sequence[Backend], context: ContextConfig, budget_s: float
         deep_s = 1.5 * (rates.prompt_s(0, rest + 2 * _FIRST) + pass_s)
         if context.row_cells <= SHALLOW or left_s() < deep_s:
             return rates
-        slowest(_Probe.prompt_s, rest)
-        prompt_s = min(slowest(_Probe.prompt_s, _FIRST) for _ in range(2))
+        mean(_Probe.prompt_s, rest)
+        prompt_s = min(mean(_Probe.prompt_s, _FIRST) for _ in range(2))
         deep_steps = steps_s()
         if left_s() > 1.5 * pass_s:
             deep_steps = tuple(map(min, deep_steps, steps_s()))

@@ -36,9 +36,15 @@ class FakeBackend:
         self.on_gpu = False
         self.build = "fake"
         self.buffer_bytes = 0
+        self.open_s = 0.0
+        self.threads = 0
         self._step_s = step_s
         self._config: ContextConfig | None = None
         self._slots: list[list[int]] = []
+
+    def set_threads(self, threads: int) -> None:
+        """Note the number; it changes nothing."""
+        self.threads = threads
 
     def sibling(self) -> FakeBackend:
         """Return another one; there is no model to share."""
@@ -46,7 +52,7 @@ class FakeBackend:
 
     def open(self, config: ContextConfig) -> Numerics:
         """Make empty slots."""
-        self._config = config
+        self._config, self.threads = config, config.threads
         self.clear()
         return Numerics.SAME_AS_ALONE
 

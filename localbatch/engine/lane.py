@@ -73,11 +73,13 @@ class Lane:
         """The longest prefix of the row that was added last."""
         self._rows: dict[int, Row] = {}  # by id() of the sequence
         self._scheduler: Scheduler | None = None
+        self._threads = 0
 
     def open(self, context: ContextConfig) -> Numerics:
         """Make the context anew; the lane must be empty."""
         assert not self._rows, "rows are lost with their context"
         numerics = self.backend.open(context)
+        self._threads = context.threads
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_slots=context.num_slots, row_cells=context.row_cells,
@@ -93,6 +95,17 @@ class Lane:
     def has_work(self) -> bool:
         """Whether any row is unfinished."""
         return bool(self._rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Unfinished rows."""
+        return len(self._rows)
+
+    def use_threads(self, threads: int) -> None:
+        """Compute with so many threads from now on."""
+        if threads != self._threads:
+            self.backend.set_threads(threads)
+            self._threads = threads
 
     @property
     def num_free(self) -> int:

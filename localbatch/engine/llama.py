@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class LlamaBackend:
         self._config: ContextConfig | None = None
         self._pads = False
         self._num_padding = 0
+        self.open_s = 0.0
         self._past_decode_s = 0.0
 
     @property
@@ -68,6 +70,10 @@ class LlamaBackend:
     def buffer_bytes(self) -> int:
         """Bytes of the compute and output buffers, by llama.cpp's log."""
         return self._context.buffer_bytes if self._context else 0
+
+    def set_threads(self, threads: int) -> None:
+        """Compute with another number of threads from now on; bits don't depend on it."""
+        self._opened().set_threads(threads)
 
     def sibling(self) -> LlamaBackend:
         """Return a backend with a context of its own on the same loaded model."""
@@ -88,7 +94,9 @@ class LlamaBackend:
         if exact and (config.num_prefix_slots or config.chunk % BLOCK):
             alike = cuts_alike_of(self._model, self._path, config.threads)
             numerics = numerics if alike else Numerics.VARIES
+        started = time.perf_counter()
         self._context = binding.Context(self._model, self._shape(config))
+        self.open_s = time.perf_counter() - started
         if self._context.n_ctx_seq < config.row_cells:
             raise DecodeError(
                 f"llama.cpp gives {self._context.n_ctx_seq} cells a row, not {config.row_cells}", 1

@@ -32,6 +32,14 @@ MOST_SECONDS = 10.0
 LEAST_SLOTS = 4
 """Slots of a lane that are worth a plan."""
 
+ENOUGH = 0.02
+"""Share of the time that fewer slots must save: more of them leave fewer rows for the end."""
+
+SURELY = 0.1
+"""Share of the time that fewer lanes than the rule's must save: a lane's threads wait for each
+other, so whatever else the machine does, which the best of some measurements does not show, slows
+a lane of many threads more."""
+
 MOST_SIMULATED = 512
 """Rows of a job that are simulated; of more, some."""
 
@@ -204,16 +212,19 @@ class Planner:
         measured = list(self._measured(layouts))
         if any(rates.deep_steps is None for _, rates in measured):  # or they can't be compared
             measured = [(layout, rates.without_depth()) for layout, rates in measured]
+        # Slots are cleared, and where there are prefixes, filled by copies.
+        slot_bytes = row_cells * cell_bytes * (2 if any(row.prefixes for row in rows) else 1)
         best: list[tuple[Layout, float]] = []
         for layout, rates in measured:
             timed = [
-                (option, expected_seconds(rows, option, rates, row_cells * cell_bytes))
+                (option, expected_seconds(rows, option, rates, slot_bytes))
                 for option in self._with_fewer_slots(layout)
             ]
-            best.append(min(timed, key=_seconds))
+            least = min(map(_seconds, timed))
+            best.append(next(pair for pair in timed if pair[1] <= (1 + ENOUGH) * least))
         if not best:
             return Choice(guess, "by rule: nothing could be measured in time")
-        best.sort(key=_seconds)
+        best.sort(key=lambda pair: pair[1] * (1 if pair[0].lanes >= guess.lanes else 1 + SURELY))
         return Choice(best[0][0], "measured on this machine", best[0][1], tuple(best[1:]))
 
     def _measured(self, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Rates]]:
