@@ -47,6 +47,8 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     server: str | None = None
     """Path of llama-server."""
+    limit_s: float | None = None
+    """The measurement is broken off after so many seconds."""
     peers: str | None = None
     """A folder of installed packages to look in for the peers."""
 

@@ -19,6 +19,7 @@ from peers.machine import environment
 
 SCRIPT = Path(__file__).parent.parent / "compare.py"
 _LIMIT_S = 2 * 3600
+_START_S = 20.0
 
 Run = Callable[[Job], Measurement]
 
@@ -50,9 +51,9 @@ def run_job(job: Job) -> Measurement:
         command(job), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
     try:
-        output, errors = process.communicate(timeout=_LIMIT_S)
+        output, errors = process.communicate(timeout=job.limit_s or _LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise BenchError(f"took more than {_LIMIT_S} s") from None
+        raise BenchError(f"took more than {job.limit_s or _LIMIT_S:.0f} s") from None
     finally:
         end_tree(process)
     if process.returncode != 0:
@@ -81,16 +82,24 @@ def end_tree(process: subprocess.Popen[str]) -> None:
 def find_best(
     results: Results, job: Job, size: str, rows: int | None = None, run: Run = run_job
 ) -> Settings | None:
-    """Find the server's fastest settings on the rows of `job`, or the first so many of them."""
+    """Find the server's fastest settings on the rows of `job`, or the first so many of them.
+
+    Settings that take more than twice as long as others are broken off.
+    """
+    fastest: list[float] = []
     searched = results
     if rows is not None and rows < len(results.rows):
         job = replace(job, rows=rows)
         searched = Results(results.workload, results.rows[:rows])
 
     def seconds(settings: Settings) -> float | None:
-        trial = replace(job, settings=settings)
+        limit_s = 2 * min(fastest) + _START_S if fastest else None
+        trial = replace(job, settings=settings, limit_s=limit_s)
         measured = measure(searched, f"server, {label(settings)}", trial, run)
-        return measured.wall_s if isinstance(measured, Measurement) else None
+        if not isinstance(measured, Measurement):
+            return None
+        fastest.append(measured.wall_s)
+        return measured.wall_s
 
     results.trials = search(size, len(searched.rows), seconds)
     return best(results.trials)
