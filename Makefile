@@ -11,10 +11,10 @@ export CFLAGS := $(CFLAGS) -fno-dse -fno-tree-dse
 export CXXFLAGS := $(CXXFLAGS) -fno-dse -fno-tree-dse
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check lint type bench docs clean
+.PHONY: demo test check lint type bench soak docs clean
 
 demo: $(VENV)/.installed model
-	$(BIN)/localbatch run $(MODEL) examples/prompts.jsonl -o answers.jsonl --max-tokens 64
+	$(BIN)/localbatch run $(MODEL) examples/prompts.jsonl -o answers.jsonl --max-tokens 64 --fresh
 	@$(BIN)/python examples/show.py answers.jsonl
 
 test: $(VENV)/.installed-test model
@@ -30,6 +30,9 @@ lint: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test model
 	$(BIN)/python bench/compare.py --rounds 3
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.soak
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/cli_reference.py > docs/cli.md
@@ -52,4 +55,4 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) answers.jsonl build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) answers.jsonl answers.jsonl.journal* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

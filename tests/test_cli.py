@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from click.testing import CliRunner, Result
 from docs.cli_reference import reference
 from localbatch import __version__
 from localbatch.cli import main
+from localbatch.data.errors import JournalError
+from localbatch.jobs.status import job_status
 
 ROOT = Path(__file__).parent.parent
 
@@ -151,9 +154,10 @@ def test_interrupted_is_exit_code_130_with_the_finished_rows(
     source.write_text('{"prompt": "short", "max_tokens": 1}\n' * 3 + f"{endless}\n" * 2000)
     process = start(str(source), "-o", str(output))
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if any(part.stat().st_size for part in tmp_path.glob("*.part")):
-            break
+    finished = 0
+    while finished < 3 and time.monotonic() < deadline:
+        with contextlib.suppress(JournalError):
+            finished = job_status(str(output)).counts.total
         time.sleep(0.05)
     sent = time.monotonic()
     process.send_signal(number)

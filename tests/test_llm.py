@@ -59,7 +59,7 @@ def test_generate_gives_each_prompt_its_own_settings(fake: LLM) -> None:
 
 def test_each_completion_comes_as_it_ends(fake: LLM) -> None:
     """A short answer does not wait for a long one before it."""
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (200, 2)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3000, 2)]
 
     done = [c.index for c in fake.iter_completions(["long", "short"], params)]
 
@@ -188,21 +188,21 @@ def test_prompts_are_read_as_there_is_room(fake: LLM) -> None:
     assert taken <= 10_000 + WINDOW
 
 
-def test_a_killed_worker_is_noticed_at_once() -> None:
-    """The error names the signal; nothing hangs."""
+def test_a_killed_worker_is_replaced_at_once() -> None:
+    """Nothing hangs, and no row is lost."""
     with LLM("fake", backend="fake") as llm:
         running = llm.iter_completions(
             ["a", "b"], [SHORT, SamplingParams(max_tokens=4000, ignore_eos=True)]
         )
-        next(running)
+        first = next(running)
         os.kill(llm._client.pid, signal.SIGKILL)
         started = time.monotonic()
 
-        with pytest.raises(WorkerError, match="ended by SIGKILL"):
-            list(running)
-        with pytest.raises(WorkerError):
-            llm.generate(["c"])
-    assert time.monotonic() - started < 5
+        (second,) = running
+
+        assert {first.index, second.index} == {0, 1}
+        assert (first.error, second.error, llm.num_restarts) == (None, None, 1)
+        assert time.monotonic() - started < 10
 
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,14 @@ from hypothesis import strategies as st
 from localbatch.data.errors import OutputError
 from localbatch.data.request import Completion, FinishReason, Timings, Usage, failed_completion
 from localbatch.jobs import outputs
-from localbatch.jobs.outputs import OrderedWriter, OutputClosedError, record
+from localbatch.jobs.outputs import (
+    OrderedWriter,
+    OutputClosedError,
+    check_target,
+    is_file_target,
+    record,
+    write_lines,
+)
 
 OLD = "what was there before\n"
 
@@ -33,15 +39,6 @@ def lines_of(completions: Iterable[Completion]) -> str:
     return "".join(
         json.dumps(record(completion), ensure_ascii=False) + "\n" for completion in completions
     )
-
-
-def fill(
-    target: Path, completions: Iterable[Completion], then: Callable[[], object] = lambda: None
-) -> None:
-    with OrderedWriter(str(target)) as writer:
-        for completion in completions:
-            writer.write(completion)
-        then()
 
 
 def assert_names(folder: Path, *expected: str) -> None:
@@ -89,141 +86,55 @@ def test_the_record_of_an_aborted_row_has_its_text() -> None:
 # Files
 
 
-@settings(deadline=None)  # a file is synced to disk
-@given(st.integers(0, 12).flatmap(lambda n: st.permutations(range(n))), st.data())
-def test_any_order_comes_out_in_input_order(
-    tmp_path_factory: pytest.TempPathFactory, order: list[int], data: st.DataObject
-) -> None:
-    """Completions in any order make the same file, one line each, in the order of the input."""
-    texts = [data.draw(st.text()) for _ in order]
-    target = tmp_path_factory.mktemp("order") / "out.jsonl"
-    with OrderedWriter(str(target)) as writer:
-        for index in order:
-            writer.write(row(index, texts[index]))
-    expected = [(f"id {index}", text) for index, text in enumerate(texts)]
-    lines = target.read_bytes().decode().split("\n")
-    assert lines.pop() == ""
-    assert expected == [(json.loads(line)["id"], json.loads(line)["text"]) for line in lines]
-    assert len(order) == writer.num_written
-    assert_names(target.parent, "out.jsonl")
-
-
-@settings(deadline=None)  # a file is synced to disk
-@given(st.permutations(range(8)), st.integers(0, 8))
-def test_any_interruption_keeps_all_rows(
-    tmp_path_factory: pytest.TempPathFactory, order: list[int], length: int
-) -> None:
-    """Wherever a job is interrupted, the rows that came are in the file, in input order."""
-    target = tmp_path_factory.mktemp("interrupted") / "out.jsonl"
-    target.write_text(OLD)
-    writer = OrderedWriter(str(target))
-    for index in order[:length]:
-        writer.write(row(index))
-    writer.close(complete=False)
-    expected = lines_of(map(row, sorted(order[:length]))) if length else OLD
-    assert expected == target.read_text()
-    assert_names(target.parent, "out.jsonl")
-
-
-def test_the_target_changes_at_the_end_only(tmp_path: Path) -> None:
-    """Until it is closed, the old file is there, and the new rows are in a file beside it."""
+def test_lines_replace_what_was_there(tmp_path: Path) -> None:
+    """All of them, each with a line end, and nothing else is left in the folder."""
     target = tmp_path / "out.jsonl"
     target.write_text(OLD)
-    with OrderedWriter(str(target)) as writer:
-        for index in (1, 0, 3):
-            writer.write(row(index))
-        (part,) = tmp_path.glob("out.jsonl.*.part")
-        assert lines_of([row(0), row(1)]) == part.read_text()
-        assert target.read_text() == OLD
-        writer.write(row(2))
-    assert lines_of(map(row, range(4))) == target.read_text()
-
-
-def test_an_empty_job_makes_an_empty_file(tmp_path: Path) -> None:
-    """A job without rows that ends well replaces the target all the same."""
-    target = tmp_path / "out.jsonl"
-    target.write_text(OLD)
-    with OrderedWriter(str(target)):
-        pass
+    assert write_lines(str(target), ["é", "b"]) == 2
+    assert target.read_text("utf-8") == "é\nb\n"
+    assert write_lines(str(target), []) == 0
     assert target.read_text() == ""
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_exception_keeps_the_rows(tmp_path: Path, error: type[BaseException]) -> None:
-    """Whatever ends the block early, the rows that came are put in place."""
-    target = tmp_path / "out.jsonl"
-
-    def stop() -> None:
-        raise error
-
-    with pytest.raises(error):
-        fill(target, [row(0), row(2)], stop)
-    assert lines_of([row(0), row(2)]) == target.read_text()
     assert_names(tmp_path, "out.jsonl")
 
 
-def test_half_a_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interruption in the middle of a write neither loses the row nor leaves half of it."""
+def test_the_target_changes_at_the_end_only(tmp_path: Path) -> None:
+    """Until then, the old file is there, and the new lines are in a file beside it."""
     target = tmp_path / "out.jsonl"
-    write_all = outputs._write_all
-
-    def interrupted(stream: Any, data: bytes) -> None:
-        write_all(stream, data[:10])
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    def rows() -> Iterator[Completion]:
-        yield row(0)
-        monkeypatch.setattr(outputs, "_write_all", interrupted)
-        yield row(1, "a long text")
-
-    with pytest.raises(KeyboardInterrupt):
-        fill(target, rows())
-    assert lines_of([row(0), row(1, "a long text")]) == target.read_text()
-
-
-def test_a_gap_is_an_error_after_all_is_written(tmp_path: Path) -> None:
-    """A job that claims to be complete but lacks a row is told so, and keeps the others."""
-    target = tmp_path / "out.jsonl"
-    writer = OrderedWriter(str(target))
-    writer.write(row(0))
-    writer.write(row(2))
-    with pytest.raises(ValueError, match=r"^row 1 never came$"):
-        writer.close()
-    assert lines_of([row(0), row(2)]) == target.read_text()
-
-
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_row_comes_once(tmp_path: Path, index: int) -> None:
-    """A second row with an index is refused, be the first written or waiting."""
-    with OrderedWriter(str(tmp_path / "out.jsonl")) as writer:
-        for first in (0, 2):
-            writer.write(row(first))
-        with pytest.raises(ValueError, match=f"^row {index} came twice"):
-            writer.write(row(index))
-        writer.write(row(1))
-
-
-def test_closing_twice_is_once(tmp_path: Path) -> None:
-    """After the first close, another does nothing, and a row is refused."""
-    target = tmp_path / "out.jsonl"
-    writer = OrderedWriter(str(target))
-    writer.close(complete=True)
     target.write_text(OLD)
-    writer.close(complete=False)
-    writer.close()
-    assert target.read_text() == OLD
-    with pytest.raises(ValueError, match=r"after the end"):
-        writer.write(row(0))
+
+    def lines() -> Iterator[str]:
+        yield "a"
+        assert len(list(tmp_path.glob("out.jsonl.*.part"))) == 1
+        assert target.read_text() == OLD
+        yield "b"
+
+    write_lines(str(target), lines())
+    assert target.read_text() == "a\nb\n"
 
 
-def test_half_a_surrogate_pair_is_escaped(tmp_path: Path) -> None:
-    """Text that UTF-8 can't hold is written as JSON's escape and reads back the same."""
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_exception_leaves_all_as_it_was(tmp_path: Path, error: type[BaseException]) -> None:
+    """The old file stays, the new one goes."""
     target = tmp_path / "out.jsonl"
-    with OrderedWriter(str(target)) as writer:
-        writer.write(row(0, "é\ud800"))
-    assert '"é\\ud800"' in target.read_text("utf-8")
-    assert json.loads(target.read_text("utf-8"))["text"] == "é\ud800"
+    target.write_text(OLD)
+
+    def lines() -> Iterator[str]:
+        yield "a"
+        raise error
+
+    with pytest.raises(error):
+        write_lines(str(target), lines())
+    assert target.read_text() == OLD
+    assert_names(tmp_path, "out.jsonl")
+
+
+def test_what_is_a_file(tmp_path: Path) -> None:
+    """What is not there will be one; a folder is left to the one who opens it."""
+    os.mkfifo(tmp_path / "pipe")
+    found = [is_file_target(str(tmp_path / name)) for name in ("new", "pipe", ".")]
+    assert [*found, is_file_target("-"), is_file_target(os.devnull)] == [
+        True, False, True, False, False
+    ]  # fmt: skip
 
 
 def test_permissions_are_kept(tmp_path: Path) -> None:
@@ -233,8 +144,7 @@ def test_permissions_are_kept(tmp_path: Path) -> None:
     secret.touch()
     secret.chmod(0o600)
     for target in (new, secret):
-        with OrderedWriter(str(target)):
-            pass
+        write_lines(str(target), [])
     assert stat.S_IMODE(usual.stat().st_mode) == stat.S_IMODE(new.stat().st_mode)
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
 
@@ -244,19 +154,17 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     target, link = tmp_path / "real" / "out.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(target)
-    with OrderedWriter(str(link)) as writer:
-        writer.write(row(0))
-        assert_names(tmp_path, "link.jsonl", "real")
+    write_lines(str(link), ["a"])
+    assert_names(tmp_path, "link.jsonl", "real")
     assert link.is_symlink()
-    assert lines_of([row(0)]) == target.read_text()
+    assert target.read_text() == "a\n"
 
 
 def test_a_long_name_fits(tmp_path: Path) -> None:
     """A name of the greatest length that the file system takes can be written."""
     target = tmp_path / ("é" * 127 + "x")
-    with OrderedWriter(str(target)) as writer:
-        writer.write(row(0))
-    assert lines_of([row(0)]) == target.read_text()
+    write_lines(str(target), ["a"])
+    assert target.read_text() == "a\n"
 
 
 def test_a_relative_name_is_beside_the_working_folder(
@@ -265,8 +173,12 @@ def test_a_relative_name_is_beside_the_working_folder(
     """A bare name is a file in the folder that was current at the start."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    with OrderedWriter("out.jsonl"):
+
+    def lines() -> Iterator[str]:
         monkeypatch.chdir(tmp_path / "elsewhere")
+        yield "a"
+
+    write_lines("out.jsonl", lines())
     assert_names(tmp_path, "elsewhere", "out.jsonl")
 
 
@@ -295,7 +207,7 @@ def test_a_place_that_is_none_is_refused_at_once(
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(OutputError) as caught:
-        OrderedWriter(target)
+        check_target(target)
     assert expected == str(caught.value)
     assert_names(tmp_path, "file", "folder")
     assert_names(tmp_path / "folder")
@@ -314,13 +226,13 @@ def test_a_read_only_place_is_refused_at_once(
     with monkeypatch.context() as patch:
         patch.setattr(outputs, "open", denied, raising=False)
         with pytest.raises(OutputError) as in_folder:
-            OrderedWriter(str(target))
+            check_target(str(target))
     assert expected == str(in_folder.value)
     target.write_text(OLD)
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
         with pytest.raises(OutputError) as at_file:
-            OrderedWriter(str(target))
+            check_target(str(target))
     assert expected == str(at_file.value)
     assert target.read_text() == OLD
     assert_names(tmp_path, "out.jsonl")
@@ -338,63 +250,44 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
-def test_a_full_disk_keeps_whole_rows(tmp_path: Path) -> None:
-    """When a write fails, the rows before it are put in place, whole, and the error says so."""
-    target = tmp_path / "out.jsonl"
-    room = len(lines_of(map(row, range(3)))) + 20
-    with file_size_limit(room), pytest.raises(OutputError) as caught:
-        fill(target, map(row, (5, 0, 1, 2, 3, 4)))
-    expected = (
-        f"{target}: writing failed (File too large); check the disk and run again; "
-        "rows saved there: 3"
-    )
-    assert expected == str(caught.value)
-    assert lines_of(map(row, range(3))) == target.read_text()
-    assert_names(tmp_path, "out.jsonl")
-
-
-def test_a_disk_full_from_the_start_leaves_the_target(tmp_path: Path) -> None:
-    """When not even the first row can be written, the old file stays, and nothing else."""
+def test_a_full_disk_leaves_the_target(tmp_path: Path) -> None:
+    """When a write fails, the old file stays, nothing else does, and the error says what to do."""
     target = tmp_path / "out.jsonl"
     target.write_text(OLD)
-    with file_size_limit(10), pytest.raises(OutputError, match=r"; no row was written$"):
-        fill(target, [row(0)])
+    with file_size_limit(100_000), pytest.raises(OutputError) as caught:
+        write_lines(str(target), ["x" * 1000] * 200)
+    assert str(caught.value).startswith(
+        f"{target}: writing failed (File too large); the answers are safe in the journal"
+    )
     assert target.read_text() == OLD
     assert_names(tmp_path, "out.jsonl")
 
 
-def test_a_full_disk_at_the_end_keeps_the_rows(
+def test_a_full_disk_at_the_end_leaves_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the disk fails at last, the rows are put in place, and the error is raised."""
+    """Also when it only shows in the last moment."""
 
     def failing(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     target = tmp_path / "out.jsonl"
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(OutputError, match=r"; rows saved there: 2$"):
-        fill(target, [row(0), row(1)])
-    assert lines_of([row(0), row(1)]) == target.read_text()
-    assert_names(tmp_path, "out.jsonl")
+    with pytest.raises(OutputError, match=r"writing failed \(No space left on device\)"):
+        write_lines(str(target), ["a"])
+    assert_names(tmp_path)
 
 
-def test_rows_that_cannot_be_put_in_place_are_named(tmp_path: Path) -> None:
-    """If a folder took the target's place, the rows stay where they are, and the error says it."""
+def test_a_file_that_cannot_be_put_in_place(tmp_path: Path) -> None:
+    """If a folder took the target's place, the error says so, and no temporary file is left."""
     target = tmp_path / "out.jsonl"
-    with pytest.raises(OutputError) as caught:
-        fill(target, [row(0)], target.mkdir)
-    (part,) = tmp_path.glob("*.part")
-    expected = f"{target}: can't be replaced (Is a directory); the rows are in {part}, move it"
-    assert expected == str(caught.value)
-    assert lines_of([row(0)]) == part.read_text()
 
+    def lines() -> Iterator[str]:
+        yield "a"
+        target.mkdir()
 
-def test_no_rows_that_cannot_be_put_in_place_leave_nothing(tmp_path: Path) -> None:
-    """Without rows to lose, the temporary file does not stay behind."""
-    target = tmp_path / "out.jsonl"
-    with pytest.raises(OutputError, match=r"no row was written$"):
-        fill(target, [], target.mkdir)
+    with pytest.raises(OutputError, match=r"can't be replaced \(Is a directory\)"):
+        write_lines(str(target), lines())
     assert_names(tmp_path, "out.jsonl")
 
 
@@ -420,6 +313,82 @@ def test_standard_output_gets_each_row_at_its_turn(monkeypatch: pytest.MonkeyPat
     rows = lines_of(row(index, "é") for index in (0, 1, 2, 4, 5))
     assert f"printed\n{rows}" == raw.getvalue().decode()
     assert not raw.closed
+
+
+@contextmanager
+def in_memory() -> Iterator[io.BytesIO]:
+    """Put standard output into memory."""
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, "ascii")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        yield raw
+
+
+@settings(deadline=None)
+@given(st.integers(0, 12).flatmap(lambda n: st.permutations(range(n))), st.data())
+def test_any_order_comes_out_in_input_order(order: list[int], data: st.DataObject) -> None:
+    """Completions in any order make the same lines, one each, in the order of the input."""
+    texts = [data.draw(st.text()) for _ in order]
+    with in_memory() as raw, OrderedWriter("-") as writer:
+        for index in order:
+            writer.write(row(index, texts[index]))
+        lines = raw.getvalue().decode().split("\n")
+    expected = [(f"id {index}", text) for index, text in enumerate(texts)]
+    assert lines.pop() == ""
+    assert expected == [(json.loads(line)["id"], json.loads(line)["text"]) for line in lines]
+    assert len(order) == writer.num_written
+
+
+def test_a_gap_is_an_error_after_all_is_written() -> None:
+    """A job that claims to be complete but lacks a row is told so, and keeps the others."""
+    with in_memory() as raw:
+        writer = OrderedWriter("-")
+        writer.write(row(0))
+        writer.write(row(2))
+        with pytest.raises(ValueError, match=r"^row 1 never came$"):
+            writer.close()
+        assert lines_of([row(0), row(2)]) == raw.getvalue().decode()
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_row_comes_once(index: int) -> None:
+    """A second row with an index is refused, be the first written or waiting."""
+    with in_memory() as raw, OrderedWriter("-") as writer:
+        for first in (0, 2):
+            writer.write(row(first))
+        with pytest.raises(ValueError, match=f"^row {index} came twice"):
+            writer.write(row(index))
+        writer.write(row(1))
+        assert raw.getvalue().count(b"\n") == 3
+
+
+def test_closing_twice_is_once() -> None:
+    """After the first close, another does nothing, and a row is refused."""
+    with in_memory() as raw:
+        writer = OrderedWriter("-")
+        writer.close(complete=True)
+        writer.close(complete=False)
+        writer.close()
+        with pytest.raises(ValueError, match=r"after the end"):
+            writer.write(row(0))
+        assert raw.getvalue() == b""
+
+
+def test_half_a_surrogate_pair_is_escaped() -> None:
+    """Text that UTF-8 can't hold is written as JSON's escape and reads back the same."""
+    with in_memory() as raw, OrderedWriter("-") as writer:
+        writer.write(row(0, "é\ud800"))
+        text = raw.getvalue().decode()
+    assert '"é\\ud800"' in text
+    assert json.loads(text)["text"] == "é\ud800"
+
+
+def test_a_file_is_not_a_stream(tmp_path: Path) -> None:
+    """Files are written as a whole."""
+    with pytest.raises(ValueError, match="use write_lines"):
+        OrderedWriter(str(tmp_path / "out.jsonl"))
+    assert_names(tmp_path)
 
 
 def test_closed_standard_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

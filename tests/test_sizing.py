@@ -27,9 +27,9 @@ def fit(
 
 class TestFitContext:
     def test_the_whole_context_by_hand(self) -> None:
-        """Two rows of 300 tokens: cells by 256, chunks of 512, no flash attention on the CPU."""
+        """Two rows of 300 tokens: cells by 256, chunks of 128, no flash attention on the CPU."""
         assert fit(2, 300, memory=8 * GIB) == ContextConfig(
-            num_slots=2, row_cells=512, pool_cells=None, chunk=512, threads=1, flash_attention=False
+            num_slots=2, row_cells=512, pool_cells=None, chunk=128, threads=1, flash_attention=False
         )
 
     @pytest.mark.parametrize(("cells", "rounded"), [(1, 256), (256, 256), (257, 512), (512, 512)])

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from localbatch._version import __version__
-from localbatch.data.errors import ConfigError, LocalbatchError, OutputError
+from localbatch.data.errors import ConfigError, JournalError, LocalbatchError, OutputError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
 EXIT_CLOSED = 141
@@ -22,7 +22,7 @@ EXIT_CLOSED = 141
 class Commands(click.Group):
     """Loads a subcommand when it is asked for, and turns errors into one line and an exit code."""
 
-    modules = ("run", "plan", "models", "doctor")
+    modules = ("run", "status", "export", "plan", "models", "doctor")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the subcommands in the order of the help page."""
@@ -84,7 +84,9 @@ def complete_model(
 def fail(error: LocalbatchError) -> NoReturn:
     """End with an error's message."""
     click.echo(f"Error: {error}", err=True)
-    raise SystemExit(EXIT_USAGE if isinstance(error, (ConfigError, OutputError)) else EXIT_FAILED)
+    raise SystemExit(
+        EXIT_USAGE if isinstance(error, (ConfigError, OutputError, JournalError)) else EXIT_FAILED
+    )
 
 
 def set_debug(_ctx: click.Context, _param: click.Parameter, value: bool) -> bool:

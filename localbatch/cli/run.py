@@ -20,9 +20,10 @@ from localbatch.data.config import FlashAttention, KVLayout, Order
 from localbatch.data.errors import ConfigError
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
-from localbatch.jobs.job import JobConfig, run_job
+from localbatch.jobs.job import JobConfig
 from localbatch.jobs.outputs import OutputClosedError
 from localbatch.jobs.progress import summary_line
+from localbatch.jobs.run import run_job
 
 _DEFAULTS = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}
 _SAMPLING = (  # name, type, help
@@ -149,6 +150,8 @@ def engine_options(command: Any) -> Any:
 @sampling_options
 @prompt_options
 @engine_options
+@click.option("--fresh", is_flag=True, help="Forget what an earlier run of OUTPUT finished.")
+@click.option("--retry-failed", is_flag=True, help="Take the rows again that failed earlier.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar and no summary.")
 @debug_option
 def run(
@@ -158,6 +161,8 @@ def run(
     system: str | None,
     chat: bool,
     quiet: bool,
+    fresh: bool,
+    retry_failed: bool,
     **options: Any,
 ) -> None:
     """Answer every prompt of INPUT with MODEL.
@@ -170,6 +175,9 @@ def run(
 
     OUTPUT has one JSON object for each row, in the order of the input. A row that can't be
     answered has an "error" and costs the others nothing.
+
+    Finished rows are kept beside OUTPUT, in OUTPUT.journal: the same command goes on where a run
+    was cut short. A job whose model, settings or finished rows changed is refused.
 
     \b
     Examples:
@@ -185,7 +193,7 @@ def run(
     check_prompt_options(system, chat=chat)
     config = JobConfig(
         model=model, source=source, output=output, params=params, chat=chat, system=system,
-        quiet=quiet, engine=options,
+        quiet=quiet, fresh=fresh, retry_failed=retry_failed, engine=options,
     )  # fmt: skip
     with terminate_as_interrupt():
         result = run_job(config)
@@ -204,14 +212,18 @@ def run(
             ),
             err=True,
         )
+        if result.resumed:
+            click.echo(f"{result.resumed:,} more were finished by earlier runs", err=True)
     if result.interrupted:
         kept = (
-            "the rows finished so far are in the output" if result.rows else "no row was finished"
+            "the rows finished so far are in the output"
+            if result.rows + result.resumed
+            else "no row was finished"
         )
         click.echo(f"interrupted; {kept}", err=True)
         raise SystemExit(EXIT_INTERRUPTED)
     if result.error is not None:
         click.echo(f"Error: {result.error}", err=True)
         raise SystemExit(EXIT_FAILED)
-    if result.failed:
+    if result.failed + result.resumed_failed:
         raise SystemExit(EXIT_ROWS_FAILED)

@@ -82,6 +82,8 @@ class EngineConfig:
     """Read what the model says of itself, not its weights; nothing can be computed."""
     fake_step_s: float = 0.0
     """Seconds that a step of the fake backend takes."""
+    fake_dies_on: str = ""
+    """Text in a prompt that kills the worker of the fake backend."""
 
     def __post_init__(self) -> None:
         if self.backend not in ("llama", "fake"):

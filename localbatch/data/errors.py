@@ -4,6 +4,7 @@
     ├── ConfigError          a setting is out of range or contradicts another one
     ├── InputError           one row of the input is unusable (carries line and field)
     ├── OutputError          the output can't be written
+    ├── JournalError         a job's journal is damaged, foreign, in use or of another job
     ├── ModelError           a model file is missing, damaged, foreign or unknown
     │   └── DownloadError    a model could not be fetched or failed its checksum
     ├── BindingError         the installed llama-cpp-python does not fit
@@ -40,6 +41,10 @@ class InputError(LocalbatchError):
 
 class OutputError(LocalbatchError):
     """The output can't be written."""
+
+
+class JournalError(LocalbatchError):
+    """A job's journal is damaged, foreign, in use, or of another job."""
 
 
 class ModelError(LocalbatchError):

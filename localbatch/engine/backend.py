@@ -95,6 +95,8 @@ class Backend(Protocol):
 
     open_s: float
     """Seconds that making the context took."""
+    num_calls: int
+    """Computations that have come back; another thread may read it."""
 
     @property
     def decode_s(self) -> float:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from typing import IO
@@ -19,10 +20,23 @@ from localbatch.data.config import EngineConfig
 from localbatch.data.errors import EngineError, WorkerError
 from localbatch.data.request import Completion, Request
 from localbatch.engine.engine import EngineStats, TextPiece
-from localbatch.engine.messages import Abort, Failed, Prepare, Ready, Report, Start, Submit
+from localbatch.engine.messages import (
+    Abort,
+    Failed,
+    Heartbeat,
+    Prepare,
+    Ready,
+    Report,
+    Start,
+    Submit,
+)
 
 WINDOW = 4096
 """Most rows that are with the worker at one time; more wait in the parent's input."""
+
+HANG_S = 300.0
+"""A worker that gets nothing done for so long, while it has rows, is taken for dead. The slowest
+single computation, 128 tokens of a very large model on a CPU, takes about half of it."""
 
 _SPINS = "20000"
 _CODE = "import sys; sys.path[:] = {path!r}; from localbatch.engine.worker import main; main()"
@@ -42,6 +56,7 @@ class WorkerClient:
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._runs = itertools.count(1)
         self._running = False
+        self._calls = (-1, 0.0)  # of the worker's backend, and when that number was new
         # `-c` with the parent's own path: `-m` would put the current folder first.
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CODE.format(path=sys.path)],
@@ -105,7 +120,7 @@ class WorkerClient:
         finally:
             self._running = False
             if in_flight:
-                with contextlib.suppress(WorkerError):
+                with contextlib.suppress(EngineError):
                     self._send(Abort())
 
     def prepare(self, requests: list[Request]) -> list[Completion]:
@@ -131,14 +146,27 @@ class WorkerClient:
                     pipe.close()
 
     def _events_of(self, run: int) -> list[Completion | TextPiece]:
-        report = self._next()
+        report = self._next(HANG_S)
         assert isinstance(report, Report)
         self.stats = report.stats
         return report.events if report.run == run else []
 
-    def _next(self) -> object:
-        """Return the next message; raises if the worker failed or died."""
-        message = self._inbox.get()
+    def _next(self, hang_s: float | None = None) -> object:
+        """Return the next message; raises if the worker failed, died or hangs."""
+        since = time.monotonic()
+        while True:
+            try:
+                message = self._inbox.get(timeout=1.0)
+            except queue.Empty:
+                message = Heartbeat(self._calls[0])
+            if not isinstance(message, Heartbeat):
+                break
+            now = time.monotonic()
+            if message.calls != self._calls[0]:
+                self._calls = (message.calls, now)
+            if hang_s is not None and now - max(since, self._calls[1]) > hang_s:
+                self._process.kill()
+                raise WorkerError(f"the worker process got nothing done for {hang_s:.0f} s")
         if isinstance(message, Failed):
             raise message.error
         if message is None:

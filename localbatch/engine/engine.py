@@ -119,6 +119,11 @@ class Engine:
             buffer_bytes=sum(lane.backend.buffer_bytes for lane in group.lanes),
         )
 
+    @property
+    def num_calls(self) -> int:
+        """Computations that have come back; another thread may read it."""
+        return sum(lane.backend.num_calls for lane in self.lanes)
+
     def submit(self, requests: Sequence[Request]) -> list[Completion]:
         """Take in requests; returns the records of those that can't be computed."""
         failed = []

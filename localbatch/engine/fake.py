@@ -6,6 +6,8 @@ and any mistake in positions, slots or copies changes it. What llama.cpp refuses
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from hashlib import blake2b
 
@@ -26,7 +28,7 @@ CHAT_TEMPLATE = (
 class FakeBackend:
     """Byte tokens, and logits that are a hash of the sequence."""
 
-    def __init__(self, step_s: float = 0.0) -> None:
+    def __init__(self, step_s: float = 0.0, dies_on: str = "") -> None:
         self.card = ModelCard(
             description="fake", architecture="fake", num_params=0, file_bytes=0,
             num_vocab=NUM_VOCAB, max_ctx=4096, kv_bytes_per_cell=1, bos_token=BOS, eos_token=EOS,
@@ -37,8 +39,9 @@ class FakeBackend:
         self.build = "fake"
         self.buffer_bytes = 0
         self.open_s = 0.0
+        self.num_calls = 0
         self.threads = 0
-        self._step_s = step_s
+        self._step_s, self._dies_on = step_s, dies_on
         self._config: ContextConfig | None = None
         self._slots: list[list[int]] = []
 
@@ -48,7 +51,7 @@ class FakeBackend:
 
     def sibling(self) -> FakeBackend:
         """Return another one; there is no model to share."""
-        return FakeBackend(self._step_s)
+        return FakeBackend(self._step_s, self._dies_on)
 
     def open(self, config: ContextConfig) -> Numerics:
         """Make empty slots."""
@@ -71,6 +74,8 @@ class FakeBackend:
         if self._step_s:
             time.sleep(self._step_s)
         self._check_own_slots(plan)
+        if self._dies_on and any(self._dies_on in self._text(row.tokens) for row in plan.rows):
+            os.kill(os.getpid(), signal.SIGKILL)
         for slot in plan.releases:
             self._slot(slot).clear()
         for source, target in plan.moves:
@@ -85,8 +90,12 @@ class FakeBackend:
                 wanting.append(row)
         logits = np.stack([_logits(self._slots[r.slot]) for r in wanting]) if wanting else None
         self.decode_s += time.perf_counter() - start
+        self.num_calls += 1
         tokens = iter(sample(wanting, logits) if logits is not None else [])
         return [next(tokens) if row.wants_logits else None for row in plan.rows]
+
+    def _text(self, tokens: list[int]) -> str:
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def clear(self) -> None:
         """Empty all slots."""

@@ -59,6 +59,7 @@ class LlamaBackend:
         self._pads = False
         self._num_padding = 0
         self.open_s = 0.0
+        self.num_calls = 0
         self._past_decode_s = 0.0
 
     @property
@@ -189,6 +190,7 @@ class LlamaBackend:
             if self._pads:
                 num_tokens = _fill_padding(context, num_tokens, padded(num_tokens))
         code = context.decode(num_tokens)
+        self.num_calls += 1
         if code != 0:
             raise DecodeError(_CODES.get(code, f"llama_decode returned {code}"), code)
         wanting = [row for row in rows if row.wants_logits]

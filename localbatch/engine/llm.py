@@ -13,8 +13,8 @@ from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Completion, Message, Request, RowId, failed_completion
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import ModelCard
-from localbatch.engine.client import WorkerClient
 from localbatch.engine.engine import EngineStats, TextPiece
+from localbatch.engine.supervisor import Supervisor
 from localbatch.models.catalog import resolve_model
 from localbatch.models.gguf import check_gguf
 
@@ -32,7 +32,7 @@ class LLM:
     the rows beside it.
 
     Raises `ModelError` if the model can't be had or loaded, `ConfigError` if a setting is out of
-    range, `WorkerError` if the worker dies.
+    range, `WorkerError` if the worker dies whatever it computes.
 
         with LLM("smollm2-135m") as llm:
             for completion in llm.generate(["Why is the sky blue?", "Name three rivers."]):
@@ -70,7 +70,7 @@ class LLM:
             gpu_layers=gpu_layers, kv_layout=layout, kv_cells=kv_cells, flash_attention=flash,
             ubatch=ubatch, share_prefixes=share_prefixes, order=order, any_numerics=any_numerics,
         )  # fmt: skip
-        self._client = WorkerClient(self.config, debug=debug)
+        self._client = Supervisor(self.config, debug=debug)
 
     @property
     def card(self) -> ModelCard:
@@ -81,6 +81,11 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counts since the model was loaded, as of the last report."""
         return self._client.stats
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the worker died and another one took over."""
+        return self._client.num_restarts
 
     def generate(
         self,

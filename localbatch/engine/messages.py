@@ -57,6 +57,13 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Heartbeat:
+    """Sent every second; `calls` to the backend have come back so far."""
+
+    calls: int
+
+
+@dataclass(frozen=True)
 class Failed:
     """The worker can't go on."""
 

@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import BinaryIO
 
 from localbatch.data.config import EngineConfig
@@ -23,15 +25,26 @@ from localbatch.engine.backend import Backend
 from localbatch.engine.engine import Engine
 from localbatch.engine.fake import FakeBackend
 from localbatch.engine.lane import TextPiece
-from localbatch.engine.messages import Abort, Failed, Prepare, Ready, Report, Start, Submit
+from localbatch.engine.messages import (
+    Abort,
+    Failed,
+    Heartbeat,
+    Prepare,
+    Ready,
+    Report,
+    Start,
+    Submit,
+)
 
 _REPORT_EVERY_S = 0.25
+_HEARTBEAT_EVERY_S = 1.0
+_sending = threading.Lock()
 
 
 def make_backend(config: EngineConfig) -> Backend:
     """Load the backend that the settings name."""
     if config.backend == "fake":
-        return FakeBackend(step_s=config.fake_step_s)
+        return FakeBackend(step_s=config.fake_step_s, dies_on=config.fake_dies_on)
     from localbatch.engine.llama import LlamaBackend
 
     return LlamaBackend(
@@ -47,7 +60,7 @@ def main() -> None:
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(sys.stdin.buffer, inbox), daemon=True).start()
     try:
-        _serve(inbox, outbox)
+        _serve(inbox, outbox, partial(_start_beating, outbox))
     except LocalbatchError as error:
         _send(outbox, Failed(error))
     except Exception as error:
@@ -65,19 +78,37 @@ def _receive(pipe: BinaryIO, inbox: queue.SimpleQueue[object]) -> None:
 
 
 def _send(outbox: BinaryIO, message: object) -> None:
+    data = pickle.dumps(message)
     try:
-        pickle.dump(message, outbox)
-        outbox.flush()
+        with _sending:
+            outbox.write(data)
+            outbox.flush()
     except OSError:
         os._exit(0)
 
 
-def _serve(inbox: queue.SimpleQueue[object], outbox: BinaryIO) -> None:
+def _start_beating(outbox: BinaryIO, engine: Engine) -> None:
+    """Tell the parent every second how far the engine is, whatever it is busy with."""
+
+    def beat() -> None:
+        while True:
+            time.sleep(_HEARTBEAT_EVERY_S)
+            _send(outbox, Heartbeat(engine.num_calls))
+
+    threading.Thread(target=beat, daemon=True).start()
+
+
+def _serve(
+    inbox: queue.SimpleQueue[object],
+    outbox: BinaryIO,
+    on_ready: Callable[[Engine], object] = lambda engine: None,
+) -> None:
     start = inbox.get()
     assert isinstance(start, Start)
     backend = make_backend(start.config)
     _send(outbox, Ready(backend.card))
     engine = Engine(backend, start.config)
+    on_ready(engine)
     run, events = 0, list[Completion | TextPiece]()
     last_report = 0.0
     while True:

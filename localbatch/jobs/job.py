@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,10 @@ class JobConfig:
     chat: bool = True
     system: str | None = None
     quiet: bool = False
+    fresh: bool = False
+    """Forget what an earlier run of this output finished."""
+    retry_failed: bool = False
+    """Take rows again that failed in an earlier run."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `LLM`."""
 
@@ -42,7 +46,11 @@ class JobResult:
     """How a job ended."""
 
     rows: int = 0
+    """Finished by this run."""
     failed: int = 0
+    resumed: int = 0
+    """Finished by earlier runs."""
+    resumed_failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     wall_s: float = 0.0
@@ -60,62 +68,72 @@ class JobResult:
         self.prompt_tokens += completion.usage.prompt_tokens
         self.completion_tokens += completion.usage.completion_tokens
 
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Take the time of a block, and note what ends it early."""
+        started = time.perf_counter()
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = True
+        except LocalbatchError as error:
+            if not self.rows and not isinstance(error, OutputClosedError):
+                raise
+            self.error = error
+        finally:
+            self.wall_s = time.perf_counter() - started
 
-def run_job(config: JobConfig) -> JobResult:
-    """Run a job; returns how it ended.
 
-    The output is opened before the model is loaded, so that a mistake shows at once. Ctrl-C, a dead
-    worker and a full disk end the job early, with every finished row in the output. Raises
-    `LocalbatchError` if it can't start.
-    """
+def stream_job(config: JobConfig) -> JobResult:
+    """Write each record at its turn, to standard output, a pipe or a device."""
     result = JobResult()
-    _refuse_overwriting_input(config)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_input(config.source))
         writer = stack.enter_context(OrderedWriter(config.output))
         llm = stack.enter_context(LLM(config.model, **config.engine))
         progress = stack.enter_context(Progress(quiet=config.quiet))
         rows = read_requests(source, config.params, chat=config.chat, system=config.system)
-        started = time.perf_counter()
-        try:
-            for completion in llm.run(_counted(rows, progress)):
-                assert isinstance(completion, Completion)
+        with result.timed():
+            for completion in completions(llm, counted(rows, progress.set_total)):
                 writer.write(completion)
-                result.count(completion)
-                progress.update(completion)
-                if completion.failed:
-                    progress.note(_failure_line(source.name, completion))
-        except KeyboardInterrupt:
-            result.interrupted = True
-        except LocalbatchError as error:
-            if not result.rows and not isinstance(error, OutputClosedError):
-                raise
-            result.error = error
-        result.wall_s = time.perf_counter() - started
+                count(completion, result, progress, source.name)
         result.numerics = llm.stats.numerics
         writer.close(complete=not result.interrupted and result.error is None)
     return result
 
 
-def _refuse_overwriting_input(config: JobConfig) -> None:
+def completions(llm: LLM, rows: Iterable[Request | Completion]) -> Iterator[Completion]:
+    """Yield each row as it ends."""
+    with contextlib.closing(llm.run(rows)) as events:
+        for event in events:
+            assert isinstance(event, Completion)
+            yield event
+
+
+def count(completion: Completion, result: JobResult, progress: Progress, source: str) -> None:
+    """Add a finished row to the figures, and say so if it failed."""
+    result.count(completion)
+    progress.update(completion)
+    if completion.failed:
+        where = f"{source}:{completion.line}" if completion.line is not None else source
+        progress.note(f"{where}: {completion.error}")
+
+
+def counted(
+    rows: Iterable[Request | Completion], at_end: Callable[[int], object]
+) -> Iterator[Request | Completion]:
+    """Pass rows on, and tell their number as soon as the last one is read."""
+    number = 0
+    for row in rows:
+        number += 1
+        yield row
+    at_end(number)
+
+
+def refuse_overwriting_input(config: JobConfig) -> None:
+    """Raise `ConfigError` if input and output are one file."""
     with contextlib.suppress(OSError):
         if "-" not in (config.source, config.output) and os.path.samefile(
             config.source, config.output
         ):
             raise ConfigError(f"{config.output}: is the input; name another file for the answers")
-
-
-def _counted(
-    rows: Iterable[Request | Completion], progress: Progress
-) -> Iterator[Request | Completion]:
-    """Tell the progress bar the number of rows as soon as the last one is read."""
-    count = 0
-    for row in rows:
-        count += 1
-        yield row
-    progress.set_total(count)
-
-
-def _failure_line(source: str, completion: Completion) -> str:
-    where = f"{source}:{completion.line}" if completion.line is not None else source
-    return f"{where}: {completion.error}"

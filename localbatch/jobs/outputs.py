@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -46,17 +47,45 @@ def record(completion: Completion) -> dict[str, Any]:
     return row
 
 
+def is_file_target(target: str) -> bool:
+    """Whether an output is a file, there or to be, and no pipe, device or standard output."""
+    if target == "-":
+        return False
+    try:
+        return stat.S_ISREG(os.stat(target).st_mode) or stat.S_ISDIR(os.stat(target).st_mode)
+    except OSError:
+        return True
+
+
+def check_target(target: str) -> None:
+    """Raise `OutputError` if a file can't be written."""
+    _open_sink(target).discard()
+
+
+def write_lines(target: str, lines: Iterable[str]) -> int:
+    """Replace a file by these lines, all or none; returns how many there were.
+
+    A file grows under a temporary name beside `target` (`NAME.….part`), so `target` is never
+    half-written, and what was there before stays until then and hands on its permissions.
+    """
+    sink, number = _open_sink(target), 0
+    try:
+        for line in lines:
+            sink.put(line.encode() + b"\n")
+            number += 1
+    except BaseException:
+        sink.discard()
+        raise
+    sink.finish()
+    return number
+
+
 class OrderedWriter:
     """Writes records in input order; holds only those that came too early.
 
-    A file grows under a temporary name beside `target` (`NAME.….part`) until `close` puts it in
-    place, so `target` is never half-written, and what was there before stays until then and hands
-    on its permissions. Standard output (`-`), a pipe and a device get each record at its turn.
-
-    As a context manager it closes itself, after an exception with `complete=False`. Raises
-    `OutputError` on construction if the output can't be opened. If writing fails later, the rows
-    written before are put in place, and the `OutputError` says how many; only if even that fails,
-    the temporary file stays, and the error names it. `OutputClosedError` is for a closed pipe.
+    Standard output (`-`), a pipe and a device get each record at its turn. As a context manager it
+    closes itself, after an exception with `complete=False`. Raises `OutputError` if the output
+    can't be opened or written; `OutputClosedError` is for a closed pipe.
     """
 
     def __init__(self, target: str) -> None:
@@ -64,7 +93,7 @@ class OrderedWriter:
         self._next = 0
         self._early: dict[int, bytes] = {}
         self._is_open = True
-        self._sink = _open_sink(target)
+        self._sink = _open_stream(target)
 
     def write(self, completion: Completion) -> None:
         """Take in a row; raises `ValueError` if it came before, or after `close`."""
@@ -78,20 +107,16 @@ class OrderedWriter:
             self._put(self._next)
 
     def close(self, *, complete: bool = True) -> None:
-        """Write the rows after a gap, too, and put the file in place; again, it does nothing.
+        """Write the rows after a gap, too, and close; again, it does nothing.
 
-        A gap is an error with `complete`: raises `ValueError` when all is written. Without, if no
-        row came at all, `target` is left as it was.
+        A gap is an error with `complete`: raises `ValueError` when all is written.
         """
         if not self._is_open:
             return
         gap = self._next if self._early else None
         for index in sorted(self._early):
             self._put(index)
-        if complete or self.num_written:
-            self._sink.finish()
-        else:
-            self._sink.discard()
+        self._sink.finish()
         self._is_open = False
         if complete and gap is not None:
             raise ValueError(f"row {gap} never came")
@@ -108,7 +133,7 @@ class OrderedWriter:
         self.close(complete=kind is None)
 
     def _put(self, index: int) -> None:
-        # An interruption here leaves the row for `close`; a file takes back the half of it.
+        # An interruption here leaves the row for `close`.
         try:
             self._sink.put(self._early[index])
         except OutputError:
@@ -120,7 +145,10 @@ class OrderedWriter:
 
 
 class _NewFile:
-    """A file that replaces `target` when it is finished."""
+    """A file that replaces `target` when it is finished; until then, and if that fails, it stays.
+
+    What was written is not lost: it comes from a journal.
+    """
 
     def __init__(self, target: str, old_mode: int | None) -> None:
         self._target = target
@@ -128,29 +156,28 @@ class _NewFile:
         folder, name = os.path.split(self._path)
         part = f"{name[:_NAME_CHARS]}.{secrets.token_hex(4)}.part"
         self._part = os.path.join(folder, part)
-        self._file = open(self._part, "xb", buffering=0)  # noqa: SIM115 - lives as long as this
-        self._num_rows = 0
-        self._size = 0  # bytes of these rows
+        self._file = open(self._part, "xb")  # noqa: SIM115 - lives as long as this
         if old_mode is not None:
             with suppress(OSError):  # not every file system has permissions
                 os.chmod(self._part, stat.S_IMODE(old_mode))
 
     def put(self, line: bytes) -> None:
         try:
-            self._file.seek(self._size)
-            _write_all(self._file, line)
+            self._file.write(line)
         except OSError as error:
-            raise self._failure(error) from None
-        self._size += len(line)
-        self._num_rows += 1
+            raise self._failure("writing failed", error) from None
 
     def finish(self) -> None:
         try:
-            self._file.truncate(self._size)
+            self._file.flush()
             os.fsync(self._file.fileno())
+            self._file.close()
         except OSError as error:
-            raise self._failure(error) from None
-        self._put_in_place()
+            raise self._failure("writing failed", error) from None
+        try:
+            os.replace(self._part, self._path)
+        except OSError as error:
+            raise self._failure("can't be replaced", error) from None
 
     def discard(self) -> None:
         with suppress(OSError):
@@ -158,27 +185,13 @@ class _NewFile:
         with suppress(OSError):
             os.unlink(self._part)
 
-    def _failure(self, error: OSError) -> OutputError:
-        """Save the rows written so far; return what to raise."""
-        message = f"{self._target}: writing failed ({error.strerror}); check the disk and run again"
-        if self._num_rows == 0:
-            self.discard()
-            return OutputError(f"{message}; no row was written")
-        with suppress(OSError):
-            self._file.truncate(self._size)
-        self._put_in_place()
-        return OutputError(f"{message}; rows saved there: {self._num_rows:,}")
-
-    def _put_in_place(self) -> None:
-        try:
-            self._file.close()
-            os.replace(self._part, self._path)
-        except OSError as error:
-            message = f"{self._target}: can't be replaced ({error.strerror})"
-            if self._num_rows == 0:
-                self.discard()
-                raise OutputError(f"{message}; no row was written") from None
-            raise OutputError(f"{message}; the rows are in {self._part}, move it") from None
+    def _failure(self, what: str, error: OSError) -> OutputError:
+        self.discard()
+        return OutputError(
+            f"{self._target}: {what} ({error.strerror}); the answers are safe in the journal: "
+            "make room and run the same command again, or write them elsewhere with "
+            "`localbatch export`"
+        )
 
 
 class _Stream:
@@ -224,6 +237,14 @@ def _open_sink(target: str) -> _NewFile | _Stream:
         message = f"{target}: can't be written ({error.strerror}); choose another place"
         raise OutputError(message) from None
     raise OutputError(f"{target}: is a folder or no file at all; name a file")
+
+
+def _open_stream(target: str) -> _Stream:
+    sink = _open_sink(target)
+    if isinstance(sink, _NewFile):
+        sink.discard()
+        raise ValueError(f"{target}: is a file; use write_lines")
+    return sink
 
 
 def _standard_output() -> _Stream:

@@ -1,0 +1,34 @@
+"""`localbatch export`."""
+
+from __future__ import annotations
+
+import click
+
+from localbatch.cli.main import debug_option
+from localbatch.jobs.run import export_job
+
+
+@click.command(short_help="Write the answers of a job from its journal.")
+@click.argument("job", type=click.Path())
+@click.option(
+    "-o",
+    "--output",
+    default="-",
+    metavar="OUTPUT",
+    type=click.Path(allow_dash=True),
+    help="JSONL file; - is stdout.",
+)
+@debug_option
+def export(job: str, output: str) -> None:
+    """Write the rows of JOB that are finished, also while it runs.
+
+    JOB is the output of `localbatch run`, or its journal. Rows are in the order of the input; those
+    that are not finished are left out.
+
+    \b
+    Examples:
+      localbatch export answers.jsonl | jq -r .text
+      localbatch export answers.jsonl.journal -o answers.jsonl
+    """
+    number = export_job(job, output)
+    click.echo(f"{number:,} row{'' if number == 1 else 's'} written", err=True)

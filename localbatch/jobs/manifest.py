@@ -1,0 +1,108 @@
+"""What makes a job the same job: the model, the settings that answers depend on, and the rows."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from localbatch._version import __version__
+from localbatch.data.request import Completion, Request
+from localbatch.data.sampling_params import SamplingParams
+from localbatch.engine.cache import FactCache, fact_key
+
+# Answers on the CPU don't depend on the others: lanes, threads, rows at one time, order, pieces.
+_SETTINGS = ("backend", "ctx", "kv_layout", "flash_attention", "any_numerics", "gpu_layers")
+_BLOCK = 1 << 20
+
+
+def make_manifest(
+    model: str,
+    source: str,
+    params: SamplingParams,
+    *,
+    chat: bool,
+    system: str | None,
+    engine: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return names and values; those under `same` must not change while a job is unfinished.
+
+    `model` is the path of the model file, or any name where that is none; so is `source`, the
+    input. Of the input only the finished rows must not change; `input_sha256` tells that none did.
+    """
+    same = {
+        "model": _sha256(model) if Path(model).is_file() else model,
+        "llama-cpp-python": _version("llama-cpp-python"),
+        "chat": chat,
+        "system": system,
+        **{f"--{name.replace('_', '-')}": value for name, value in asdict(params).items()},
+        **{f"--{name.replace('_', '-')}": engine.get(name) for name in _SETTINGS},
+    }
+    about = {
+        "model": model,
+        "input": source,
+        "input_sha256": _sha256(source) if Path(source).is_file() else None,
+        "localbatch": __version__,
+        "created": time.time(),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps({"same": same, "about": about}, default=str))
+    return plain
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what is another than before, each in a few words."""
+    old, new = before.get("same", {}), now["same"]
+    found = []
+    for name in sorted({*old, *new}):
+        was, is_now = old.get(name), new.get(name)
+        if was == is_now:
+            continue
+        if name == "model" and Path(now["about"]["model"]).is_file():
+            found.append(f"the model is another file than {before['about']['model']} was")
+        else:
+            found.append(f"{name} was {_shown(was)}, is {_shown(is_now)}")
+    return found
+
+
+def fingerprint(row: Request | Completion) -> bytes:
+    """Return 16 bytes that are the same for the same row: its id, its prompt, its parameters.
+
+    For a row that could not be read, that it is this row with this error.
+    """
+    if isinstance(row, Completion):
+        asked: list[Any] = [row.id, row.error]
+    else:
+        messages = None if row.messages is None else [dict(m) for m in row.messages]
+        asked = [row.id, row.prompt, messages, asdict(row.params)]
+    text = json.dumps(asked, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _sha256(path: str) -> str:
+    """Return a file's SHA-256, once computed as long as it stays the same."""
+    key, cache = fact_key("sha256", path), FactCache()
+    known = cache.get(key)
+    if known is None:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        known = digest.hexdigest()
+        cache.put(key, known)
+    return known
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _shown(value: object) -> str:
+    return "left out" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,142 @@
+"""Runs a job; with a file as the output it goes on where an earlier run stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+from localbatch.data.errors import ConfigError
+from localbatch.data.request import Completion, Request
+from localbatch.engine.llm import LLM
+from localbatch.jobs.inputs import open_input, read_requests
+from localbatch.jobs.job import (
+    JobConfig,
+    JobResult,
+    completions,
+    count,
+    counted,
+    refuse_overwriting_input,
+    stream_job,
+)
+from localbatch.jobs.journal import JobLock, Journal, RowKind, journal_path, remove_journal
+from localbatch.jobs.manifest import make_manifest
+from localbatch.jobs.outputs import check_target, is_file_target, write_lines
+from localbatch.jobs.progress import Progress
+from localbatch.jobs.resume import Resume
+from localbatch.models.catalog import resolve_model
+
+
+def run_job(config: JobConfig) -> JobResult:
+    """Run a job; returns how it ended.
+
+    With a file as the output, finished rows are kept in a journal beside it, those that it has from
+    an earlier run are not computed again, and the output is made from it at the end. Otherwise each
+    record is written at its turn.
+
+    Output and journal are opened before the model is loaded, so that a mistake shows at once.
+    Ctrl-C, a dead worker and a full disk end the job early, with every finished row in the output.
+    Raises `LocalbatchError` if it can't start.
+    """
+    refuse_overwriting_input(config)
+    if not is_file_target(config.output):
+        if config.fresh or config.retry_failed:
+            raise ConfigError("--fresh and --retry-failed go with a file as the output (-o)")
+        return stream_job(config)
+    check_target(config.output)
+    path = journal_path(config.output)
+    with JobLock(path):
+        if config.fresh:
+            remove_journal(path)
+        num_rows = -1
+        try:
+            with Journal(path) as journal:
+                try:
+                    result = _run(config, journal)
+                finally:
+                    num_rows = journal.counts().total
+                if num_rows or not (result.interrupted or result.error):
+                    write_lines(config.output, journal.records())
+        finally:
+            if num_rows == 0:
+                remove_journal(path)
+    return result
+
+
+def export_job(job: str, target: str) -> int:
+    """Write the output of a job anew from its journal; returns the number of rows."""
+    with Journal(journal_path(job), read_only=True) as journal:
+        return write_lines(target, journal.records())
+
+
+def _run(config: JobConfig, journal: Journal) -> JobResult:
+    result = JobResult()
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(open_input(config.source))
+        resume = _resume(config, journal)
+        progress = stack.enter_context(Progress(quiet=config.quiet))
+        rows = read_requests(source, config.params, chat=config.chat, system=config.system)
+
+        def note_total(number: int) -> None:
+            journal.update_manifest({"rows": number})
+            progress.set_total(number - resume.num_finished)
+
+        unfinished = resume.unfinished(counted(rows, note_total))
+        with result.timed():
+            try:
+                _compute(config, unfinished, journal, resume, result, progress, source.name)
+            finally:
+                journal.flush()
+                _count_durable(journal, result, progress, source.name)
+        result.resumed = resume.num_finished
+        failed = journal.counts().failed + journal.counts().unreadable
+        result.resumed_failed = max(0, failed - result.failed)
+    return result
+
+
+def _compute(
+    config: JobConfig,
+    unfinished: Iterable[Request | Completion],
+    journal: Journal,
+    resume: Resume,
+    result: JobResult,
+    progress: Progress,
+    source: str,
+) -> None:
+    """Compute what is left; without anything left the model is not even loaded."""
+    rest = iter(unfinished)
+    first = next(rest, None)
+    if first is None:
+        return
+    with LLM(config.model, **config.engine) as llm:
+        try:
+            for completion in completions(llm, itertools.chain([first], rest)):
+                journal.add(resume.entry(completion))
+                _count_durable(journal, result, progress, source)
+        finally:
+            result.numerics = llm.stats.numerics
+
+
+def _count_durable(journal: Journal, result: JobResult, progress: Progress, source: str) -> None:
+    """Count the rows that can't be lost any more."""
+    for completion in journal.take_durable():
+        count(completion, result, progress, source)
+
+
+def _resume(config: JobConfig, journal: Journal) -> Resume:
+    """Compare the job with its journal; drop the rows that are to be taken again."""
+    model = config.model
+    if config.engine.get("backend", "llama") == "llama":
+        model = str(resolve_model(model))
+    manifest = make_manifest(
+        model, config.source, config.params, chat=config.chat, system=config.system,
+        engine=config.engine,
+    )  # fmt: skip
+    resume = Resume(journal, manifest, config.output)
+    journal.forget([RowKind.UNREADABLE, *([RowKind.FAILED] if config.retry_failed else [])])
+    if journal.counts().total and not resume.has_same_input and Path(config.source).is_file():
+        with open_input(config.source) as source:
+            rows = read_requests(source, config.params, chat=config.chat, system=config.system)
+            resume.check(rows)
+    return resume
