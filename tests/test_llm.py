@@ -22,7 +22,6 @@ from localbatch import (
     ModelError,
     SamplingParams,
     TextPiece,
-    WorkerError,
 )
 from localbatch.engine.client import WINDOW
 from tests import tiny_gguf
