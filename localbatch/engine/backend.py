@@ -28,6 +28,8 @@ class ModelCard:
     architecture: str
     num_params: int
     file_bytes: int
+    loaded_bytes: int
+    """What the weights take in memory: more than the file where they are repacked."""
     num_vocab: int
     max_ctx: int
     """Context length in tokens that the model was trained for."""

@@ -35,7 +35,7 @@ except Exception as error:  # the package raises what it likes when its library 
         f"llama-cpp-python can't be loaded ({error}); install {SUPPORTED}"
     ) from error
 
-_BUFFER = re.compile(rb"(KV|compute|output) +buffer size += +([0-9.]+) MiB")
+_BUFFER = re.compile(rb"(KV|compute|output|model) +buffer size += +([0-9.]+) MiB")
 _WARN, _ERROR, _CONTINUED = 3, 4, 5  # enum ggml_log_level in ggml.h
 
 _FIELDS = {
@@ -168,6 +168,8 @@ class Model:
             self.handle = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.handle:
             raise ModelError(f"{path}: llama.cpp can't load it: {log.last() or 'no reason given'}")
+        self.buffer_bytes = int(log.buffer_mib.get("model", 0.0) * (1 << 20))
+        """Of the weights, those repacked for this processor included, by llama.cpp's log."""
         self.vocab = lib.llama_model_get_vocab(self.handle)
         self.num_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
 

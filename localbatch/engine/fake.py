@@ -30,7 +30,7 @@ class FakeBackend:
 
     def __init__(self, step_s: float = 0.0, dies_on: str = "") -> None:
         self.card = ModelCard(
-            description="fake", architecture="fake", num_params=0, file_bytes=0,
+            description="fake", architecture="fake", num_params=0, file_bytes=0, loaded_bytes=0,
             num_vocab=NUM_VOCAB, max_ctx=4096, kv_bytes_per_cell=1, bos_token=BOS, eos_token=EOS,
             end_tokens=frozenset({EOS}), adds_bos=True, chat_template=CHAT_TEMPLATE,
         )  # fmt: skip

@@ -271,6 +271,7 @@ def model_card(model: binding.Model, path: str) -> ModelCard:
         architecture=metadata.get("general.architecture", "unknown"),
         num_params=model.num_params,
         file_bytes=Path(path).stat().st_size,
+        loaded_bytes=max(model.buffer_bytes, Path(path).stat().st_size),
         num_vocab=model.num_vocab,
         max_ctx=model.max_ctx,
         kv_bytes_per_cell=_kv_bytes_per_cell(model, metadata),

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import psutil
+
 from localbatch.data.errors import ConfigError
 from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
@@ -110,10 +112,12 @@ def _reason_line(choice: Choice) -> str:
 
 
 def _memory_line(card: ModelCard, stats: EngineStats) -> str:
-    weights, cache, buffers = card.file_bytes, stats.kv_bytes, stats.buffer_bytes
+    weights, cache, buffers = card.loaded_bytes, stats.kv_bytes, stats.buffer_bytes
+    programs = 2 * psutil.Process().memory_info().rss  # this process, and one like it for the model
     return (
-        f"{(weights + cache + buffers) / _MIB:,.0f} MiB: {weights / _MIB:,.0f} of weights, "
-        f"{cache / _MIB:,.0f} of KV cache, {buffers / _MIB:,.0f} of buffers; "
+        f"{(weights + cache + buffers + programs) / _MIB:,.0f} MiB: {weights / _MIB:,.0f} of "
+        f"weights, {cache / _MIB:,.0f} of KV cache, {buffers / _MIB:,.0f} of buffers, "
+        f"{programs / _MIB:,.0f} of the programs themselves; "
         f"{available_memory() / _MIB:,.0f} MiB are left"
     )
 
