@@ -8,6 +8,7 @@ Without names all are run. Each prints a line of figures; the exit code is 1 if 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -108,7 +109,8 @@ def kill_worker(folder: Path, rng: random.Random) -> str:
 
         def kill(supervisor: Supervisor = supervisor, over: threading.Event = over) -> None:
             while not over.wait(rng.uniform(0.05, 1.5)):
-                os.kill(supervisor.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it is being replaced just now
+                    os.kill(supervisor.pid, signal.SIGKILL)
 
         killer = threading.Thread(target=kill)
         killer.start()
@@ -197,6 +199,8 @@ def generated_line(rng: random.Random) -> bytes:
     ]  # fmt: skip
     names = ["id", "prompt", "messages", "max_tokens", "temperature", "stop", "seed", "nonsense"]
     row = {name: rng.choice(values)() for name in rng.sample(names, rng.randrange(1, 5))}
+    if rng.randrange(2):
+        row = {"id": rng.getrandbits(60), "prompt": "text " * rng.randrange(1, 500)}
     data = json.dumps(row).encode()
     kind = rng.randrange(8)
     if kind == 0:

@@ -146,3 +146,15 @@ def test_rows_are_still_taken_as_there_is_room() -> None:
 
     assert isinstance(first, Completion)
     assert taken <= client.WINDOW
+
+
+def test_a_worker_may_die_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are tried; after three the reason is raised."""
+    with contextlib.closing(Supervisor(replace(FAKE, fake_step_s=0.01))) as supervisor:
+        events = supervisor.run([row(i) for i in range(20)])
+        next(events)
+        monkeypatch.setattr(client, "_CODE", "import os; os.abort() # {path!r}")
+        os.kill(supervisor.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="SIGABRT"):
+            list(events)
+        assert supervisor.num_restarts == 3

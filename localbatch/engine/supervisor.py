@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Generator, Iterable, Iterator
 
 from localbatch.data.config import EngineConfig
-from localbatch.data.errors import EngineError
+from localbatch.data.errors import EngineError, WorkerError
 from localbatch.data.request import Completion, Request, failed_completion
 from localbatch.engine.backend import ModelCard
 from localbatch.engine.client import WorkerClient
@@ -14,6 +14,9 @@ from localbatch.engine.engine import EngineStats, TextPiece
 
 HOPELESS = 3
 """Rows that may kill a worker each before any was ever computed; then it isn't the rows' fault."""
+
+_STARTS = 3
+"""How often a worker may die while it starts."""
 
 
 class Supervisor:
@@ -95,8 +98,14 @@ class Supervisor:
 
     def _restart(self) -> None:
         self._client.close()
-        self._client = WorkerClient(self._config, debug=self._debug)
-        self.num_restarts += 1
+        for tries_left in reversed(range(_STARTS)):
+            self.num_restarts += 1
+            try:
+                self._client = WorkerClient(self._config, debug=self._debug)
+                return
+            except WorkerError:
+                if not tries_left:
+                    raise
 
 
 class _Attempt:
