@@ -39,6 +39,17 @@ _SAMPLING = (  # name, type, help
 )
 
 
+class _AutoInt(click.ParamType):
+    """A whole number, or `auto`, which is the same as leaving the option out."""
+
+    name = "integer"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | None:
+        return None if value == "auto" else click.INT.convert(value, param, ctx)
+
+
 def take_sampling(options: dict[str, Any]) -> SamplingParams:
     """Take what `sampling_options` added out of a command's options."""
     names = [*(name for name, _, _ in _SAMPLING), "stop", "ignore_eos"]
@@ -82,7 +93,7 @@ def check_prompt_options(system: str | None, *, chat: bool) -> None:
 
 def engine_options(command: Any) -> Any:
     """Add the options that say how much of the machine to use, and how."""
-    auto: dict[str, Any] = {"type": int, "default": None, "show_default": "automatic"}
+    auto: dict[str, Any] = {"type": _AutoInt(), "default": None, "show_default": "auto"}
     options = [
         click.option("--ctx", **auto, help="Most tokens of a row, prompt and answer together."),
         click.option("--parallel", **auto, help="Most rows in the batch at one time."),
