@@ -39,15 +39,9 @@ _SAMPLING = (  # name, type, help
 )
 
 
-class _AutoInt(click.ParamType):
-    """A whole number, or `auto`, which is the same as leaving the option out."""
-
-    name = "integer"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | None:
-        return None if value == "auto" else click.INT.convert(value, param, ctx)
+def integer(value: str) -> int | None:
+    """Read a whole number, or `auto`, which is the same as leaving the option out."""
+    return None if value == "auto" else int(value)
 
 
 def take_sampling(options: dict[str, Any]) -> SamplingParams:
@@ -93,7 +87,7 @@ def check_prompt_options(system: str | None, *, chat: bool) -> None:
 
 def engine_options(command: Any) -> Any:
     """Add the options that say how much of the machine to use, and how."""
-    auto: dict[str, Any] = {"type": _AutoInt(), "default": None, "show_default": "auto"}
+    auto: dict[str, Any] = {"type": integer, "default": None, "show_default": "auto"}
     options = [
         click.option("--ctx", **auto, help="Most tokens of a row, prompt and answer together."),
         click.option("--parallel", **auto, help="Most rows in the batch at one time."),
