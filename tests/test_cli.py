@@ -111,7 +111,9 @@ def test_wrong_usage_is_one_line_and_exit_code_2(args: list[str], message: str) 
 def test_sizes_may_be_left_to_the_program_in_words() -> None:
     """`auto` is the same as leaving the option out; anything else must be a number."""
     assert run_fake("-", "--parallel", "auto", "--lanes", "auto", stdin="a\n").exit_code == 0
-    assert "'many' is not a valid integer" in run_fake("-", "--parallel", "many").stderr
+    assert (
+        "'many' is neither a whole number nor 'auto'" in run_fake("-", "--parallel", "many").stderr
+    )
 
 
 def test_a_missing_model_is_one_line_and_exit_code_1() -> None:

@@ -41,7 +41,10 @@ _SAMPLING = (  # name, type, help
 
 def integer(value: str) -> int | None:
     """Read a whole number, or `auto`, which is the same as leaving the option out."""
-    return None if value == "auto" else int(value)
+    try:
+        return None if value == "auto" else int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a whole number nor 'auto'") from None
 
 
 def take_sampling(options: dict[str, Any]) -> SamplingParams:
