@@ -373,36 +373,61 @@ class TestErrors:
             engine(backend).submit([Request(0, 0, messages=[{"role": "user", "content": "x"}])])
 
     @pytest.mark.parametrize("victim", [0, 4, 7])
-    def test_a_step_that_fails_costs_the_rows_in_it(self, victim: int) -> None:
-        """Rows outside of the step, running or waiting, are answered as ever."""
+    @pytest.mark.parametrize("settings", [{}, {"kv_layout": KVLayout.UNIFIED, "kv_cells": 256}])
+    def test_a_row_that_cannot_be_computed_fails_alone(
+        self, victim: int, settings: dict[str, Any]
+    ) -> None:
+        """The others of its steps are run again, and answered as ever."""
         rows = requests(8, ignore_eos=True)
-        backend = _Breaking(victim)
+        whole = finish(engine(parallel=3, **settings), rows)
+
+        done = finish(engine(_Breaking(victim), parallel=3, **settings), rows)
+
+        assert sorted(done) == list(range(8))
+        assert {i for i in done if done[i].failed} == {victim}
+        assert done[victim].error == "llama.cpp failed to compute"
+        assert done[victim].finish_reason is FinishReason.ERROR
+        assert all(done[i].text == whole[i].text for i in done if i != victim)
+
+    @pytest.mark.parametrize("victim", [0, 4, 7])
+    @pytest.mark.parametrize("at", [1, 3, 6])
+    def test_a_passing_failure_costs_nothing(self, victim: int, at: int) -> None:
+        """Whenever it comes; stop strings that lay behind it are found again."""
+        rows = requests(8, ignore_eos=True)
+        whole = finish(engine(parallel=3), rows)
+        rows = requests(8, ignore_eos=True, stop=whole[1].text[2])
         whole = finish(engine(parallel=3), rows)
 
-        done = finish(engine(backend, parallel=3), rows)
+        done = finish(engine(_Breaking(victim, only_at=at), parallel=3), rows)
 
-        failed = {i for i in done if done[i].failed}
-        assert sorted(done) == list(range(8))
-        assert failed == backend.failed
-        assert victim in failed
-        assert len(failed) <= 3
-        assert {done[i].error for i in failed} == {"llama.cpp failed to compute"}
-        assert {done[i].finish_reason for i in failed} == {FinishReason.ERROR}
-        assert all(done[i].text == whole[i].text for i in done if i not in failed)
+        assert {i: (c.text, c.error) for i, c in done.items()} == {
+            i: (c.text, None) for i, c in whole.items()
+        }
+
+    def test_shown_text_is_not_taken_back(self) -> None:
+        """Rows that are streamed fail with their step."""
+        streaming = engine(_Breaking(0, only_at=3), parallel=3)
+        streaming.streams_text = True
+        events = streaming.submit(requests(3, ignore_eos=True))
+        while streaming.has_work:
+            events += streaming.step()  # type: ignore[arg-type]
+
+        failed = [e.index for e in events if isinstance(e, Completion) and e.failed]
+        assert sorted(failed) == [0, 1, 2]
 
 
 class _Breaking(FakeBackend):
-    """Fails once, at the first step that has a certain row."""
+    """Fails at steps that have a certain row: all of them, or only the one that is its n-th."""
 
-    def __init__(self, victim: int) -> None:
+    def __init__(self, victim: int, only_at: int | None = None) -> None:
         super().__init__()
-        self.victim = victim
-        self.failed: set[int] = set()
+        self.victim, self.only_at = victim, only_at
+        self.times = 0
 
     def forward(self, plan: StepPlan, sample: Sample) -> list[int | None]:
-        rows = {row.sequence.request.index for row in plan.rows}
-        if self.victim in rows and not self.failed:
-            self.failed = rows
+        has_it = any(row.sequence.request.index == self.victim for row in plan.rows)
+        self.times += has_it
+        if has_it and self.only_at in (None, self.times):
             raise DecodeError("llama.cpp failed to compute", -3)
         return super().forward(plan, sample)
 

@@ -372,7 +372,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         max_step_tokens=draw(st.integers(chunk, 4 * chunk)),
         num_prefix_slots=draw(st.integers(0, 3)),
     )
-    kinds = st.sampled_from(["abort before", "abort after", "fail", "preempt"])
+    kinds = st.sampled_from(["abort before", "abort after", "fail", "restart", "preempt"])
     disturbance = st.builds(Disturbance, st.integers(0, 25), kinds, st.integers(0, 12))
     return Scene(
         config,
@@ -460,11 +460,13 @@ class Play:
         new = [s for s in waiting if s.status is SequenceStatus.RUNNING]
         assert new == waiting[: len(new)], "rows are admitted in order of arrival"
         self.cells.prepare(plan)
-        failing = [d for d in disturbances if d.kind == "fail"]
+        failing = [d for d in disturbances if d.kind in ("fail", "restart")]
         for row in plan.rows[: failing[0].which if failing else None]:
             self.cells.compute(row)
         self.check_rows(plan)
-        if failing:
+        if failing and failing[0].kind == "restart":
+            self.scheduler.restart([row.sequence for row in plan.rows])
+        elif failing:
             for row in plan.rows:
                 self.end(row.sequence, FinishReason.ERROR)
         else:

@@ -53,6 +53,8 @@ class Row:
     arrived: float
     admitted: float = 0.0
     first_token: float = 0.0
+    failed_alone: bool = False
+    """In a step without any other row."""
 
 
 def weight_of(sequence: TokenSequence) -> int:
@@ -162,7 +164,7 @@ class Lane:
         try:
             tokens = self.backend.forward(plan, sample)
         except DecodeError as error:
-            return self._fail_rows(plan, error)
+            return self._isolate(plan, error)
         finished = scheduler.update(plan, tokens)
         return self._take_tokens(plan.rows, tokens, finished)
 
@@ -201,6 +203,8 @@ class Lane:
                 self._opened.finish(sequence, FinishReason.STOP)
             elif self.streams_text and (piece := row.text.take()):
                 events.append(TextPiece(sequence.request.index, piece))
+        if finished:
+            self._recover()
         for sequence in finished:
             events += self._finish(self._take_out(sequence))
         return events
@@ -231,8 +235,29 @@ class Lane:
             token_ids=tuple(sequence.generated), error=error, line=request.line,
         )  # fmt: skip
 
+    def _isolate(self, plan: StepPlan, error: DecodeError) -> list[Completion | TextPiece]:
+        """Run the rows of a step that could not be computed again, half as many at a time.
+
+        A row that fails twice alone ends with the error. So do rows of which some text was shown.
+        """
+        sequences = [row.sequence for row in plan.rows]
+        rows = [self._rows[id(sequence)] for sequence in sequences]
+        if self.streams_text or (len(rows) == 1 and rows[0].failed_alone):
+            return self._fail_rows(plan, error)
+        rows[0].failed_alone = len(rows) == 1
+        self._opened.restart(sequences)
+        self._opened.limit = max(1, len(sequences) // 2)
+        for row in rows:
+            row.text.clear()
+        return []
+
+    def _recover(self) -> None:
+        """Let more rows run at one time again."""
+        self._opened.limit = min(2 * self._opened.limit, self._opened.config.num_slots)
+
     def _fail_rows(self, plan: StepPlan, error: DecodeError) -> list[Completion | TextPiece]:
         """End the rows of a step that could not be computed; the others go on."""
+        self._recover()
         failed: list[Completion | TextPiece] = []
         for plan_row in plan.rows:
             self._opened.finish(plan_row.sequence, FinishReason.ERROR)

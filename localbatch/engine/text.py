@@ -15,11 +15,15 @@ class TextStream:
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], stop: tuple[str, ...] = ()) -> None:
-        self.stopped = False
-        """Whether a stop string came; text and later tokens end before it."""
         self._token_bytes = token_bytes
         self._stop = stop
         self._longest = max(map(len, stop), default=0)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.stopped = False
+        """Whether a stop string came; text and later tokens end before it."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._parts: list[str] = []
         self._tail = ""  # the end of the text, where a stop string may still begin

@@ -30,6 +30,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of admission
         self.num_preempted = 0
+        self.limit = config.num_slots
+        """Sequences that may run at one time; lowered while a failure is being tracked down."""
         self._end_tokens = frozenset(end_tokens)
         self._slots = SlotPool(config.num_slots, config.pool_cells)
         self._prefixes = PrefixSlots(config.num_slots, config.num_prefix_slots)
@@ -122,6 +124,21 @@ class Scheduler:
         self.num_preempted += 1
         return victim
 
+    def restart(self, sequences: SequenceOf[Sequence]) -> None:
+        """Put running sequences back at the head of the queue; their answers begin anew.
+
+        For after a failure, when nobody knows what their cells hold.
+        """
+        for sequence in reversed(sequences):
+            self.running.remove(sequence)
+            for prefix in sequence.prefixes:
+                prefix.num_users += 1
+            self._release(sequence, is_sound=False)
+            sequence.status = SequenceStatus.WAITING
+            sequence.num_computed = 0
+            del sequence.tokens[sequence.num_prompt :]
+            self.waiting.appendleft(sequence)
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` if slots, cells or states contradict each other."""
         self._slots.check_integrity()
@@ -162,6 +179,8 @@ class Scheduler:
     def _admit(self) -> bool:
         """Start the first waiting sequence if a slot and cells are free."""
         sequence = self.waiting[0]
+        if len(self.running) >= self.limit:
+            return False
         if self._shortage([*self.running, sequence]) > 0 or self._prefixes.must_wait(sequence):
             return False
         slot = self._slots.take()
@@ -234,12 +253,13 @@ class Scheduler:
             moves.append(Move(source, sequence.slot))
         return moves
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         assert sequence.slot is not None
         self._prefixes.drop(sequence)
         self._slots.give_back(sequence.slot)
         prefix = sequence.prefixes[-1] if sequence.prefixes else None
-        if prefix and prefix.num_users > 0 and sequence.num_computed >= prefix.length:
+        has_prefix = prefix is not None and sequence.num_computed >= prefix.length
+        if prefix and has_prefix and prefix.num_users > 0 and is_sound:
             self._left[sequence.slot] = prefix
         else:
             self._releases.append(sequence.slot)
