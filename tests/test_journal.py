@@ -16,15 +16,8 @@ import pytest
 
 from localbatch.data.errors import JournalError, OutputError
 from localbatch.data.request import Completion, FinishReason, failed_completion
-from localbatch.jobs.journal import (
-    Counts,
-    Entry,
-    JobLock,
-    Journal,
-    RowKind,
-    journal_path,
-    remove_journal,
-)
+from localbatch.jobs.journal import Counts, Entry, Journal, RowKind
+from localbatch.jobs.journal_files import JobLock, journal_path, remove_journal
 from localbatch.jobs.outputs import record
 from tests.test_outputs import file_size_limit
 
@@ -146,7 +139,7 @@ class TestLock:
         """Even if that is killed."""
         code = (
             "import sys, time; from pathlib import Path\n"
-            "from localbatch.jobs.journal import JobLock\n"
+            "from localbatch.jobs.journal_files import JobLock\n"
             "with JobLock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
         )
         process = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE)
@@ -187,7 +180,10 @@ class TestDamage:
         fill(path, [0, 1])
         with sqlite3.connect(path) as connection:
             connection.execute("UPDATE rows SET record = replace(record, 'id 1', 'id 2')")
-        with Journal(path) as journal, pytest.raises(JournalError, match="row 2 is damaged"):
+        with (
+            Journal(path) as journal,
+            pytest.raises(JournalError, match=r"is damaged \(row 2 is not what it was\)"),
+        ):
             list(journal.records())
 
     @pytest.mark.parametrize("with_wal", [False, True])
@@ -230,6 +226,52 @@ class TestDamage:
                 journal.add(entry(number))
             journal.flush()
             assert journal.counts().total == 300
+
+    def test_an_empty_file_is_a_new_journal(self, path: Path) -> None:
+        """As a power cut may leave it; a half-made one never has its name."""
+        path.touch()
+        assert len(fill(path, [0, 1])) == 2
+        assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+    def test_a_full_disk_at_the_start(self, path: Path) -> None:
+        """It says so, and leaves nothing that is in the way of the next run."""
+        with file_size_limit(6000), pytest.raises(OutputError, match="can't be made"):
+            Journal(path)
+        assert len(fill(path, [0])) == 1
+
+    @pytest.mark.parametrize("replaced", [False, True])
+    def test_deleted_while_it_is_written(self, path: Path, replaced: bool) -> None:
+        """The run hears of it, and still can read what was finished."""
+        with Journal(path) as journal:
+            journal.add(entry(0))
+            journal.flush()
+            path.unlink()
+            if replaced:
+                path.write_text("")
+            journal.add(entry(1))
+            with pytest.raises(OutputError, match="was deleted or replaced during the run"):
+                journal.flush()
+            assert len(list(journal.records())) == 1
+
+    def test_what_is_not_ours_is_not_deleted(self, path: Path) -> None:
+        """Notes, or a database of something else."""
+        path.write_text("notes" * 50)
+        with pytest.raises(JournalError, match="move it away"):
+            remove_journal(path)
+        path.unlink()
+        with sqlite3.connect(path) as other:
+            other.execute("CREATE TABLE recipes (name TEXT)")
+        with pytest.raises(JournalError, match="move it away"):
+            remove_journal(path)
+        assert path.exists()
+
+    def test_a_name_that_cannot_be(self, tmp_path: Path) -> None:
+        """Too long for the file system, with what a journal adds."""
+        with (
+            pytest.raises(JournalError, match="choose a shorter name"),
+            JobLock(tmp_path / ("x" * 250)),
+        ):
+            pass
 
     def test_to_start_over(self, path: Path) -> None:
         """Nothing of it stays; where none was, nothing happens."""

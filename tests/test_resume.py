@@ -18,8 +18,8 @@ from localbatch.data.errors import ConfigError, JournalError, OutputError
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.jobs import run as run_module
 from localbatch.jobs.job import JobConfig, JobResult
-from localbatch.jobs.journal import JobLock, journal_path
-from localbatch.jobs.run import run_job
+from localbatch.jobs.journal_files import JobLock, journal_path
+from localbatch.jobs.run import export_job, run_job
 from localbatch.jobs.status import job_status
 
 pytestmark = pytest.mark.timeout(120)
@@ -218,6 +218,39 @@ def test_two_runs_of_a_job(job: Job) -> None:
     with JobLock(job.journal), pytest.raises(JournalError, match="another run"):
         job.run()
     assert job.run().rows == 12
+
+
+@pytest.mark.parametrize("ending", ["", "-wal", ".lock"])
+def test_an_output_is_never_laid_over_a_journal(job: Job, ending: str) -> None:
+    """Neither by a run nor by an export; nor is the input overwritten by one."""
+    job.run()
+    target = f"{job.journal}{ending}"
+    config = JobConfig("fake", str(job.source), target, engine={"backend": "fake"})
+
+    with pytest.raises(ConfigError, match="is the name of a journal"):
+        run_job(config)
+    with pytest.raises(ConfigError, match="is the name of a journal"):
+        export_job(str(job.output), target)
+    with pytest.raises(ConfigError, match="is the input of this job"):
+        export_job(str(job.output), str(job.source))
+    assert job.run().resumed == 12
+
+
+def test_a_refused_run_changes_nothing(job: Job) -> None:
+    """What the journal says of its job stays, too."""
+    job.run()
+    other = job.source.with_name("other.jsonl")
+    other.write_text('{"prompt": "another"}\n')
+    config = JobConfig(
+        "fake", str(other), str(job.output), SamplingParams(max_tokens=4, ignore_eos=True),
+        quiet=True, engine={"backend": "fake", "threads": 1},
+    )  # fmt: skip
+
+    with pytest.raises(JournalError, match="another row"):
+        run_job(config)
+
+    assert job_status(str(job.output)).source == str(job.source)
+    assert list(job.source.parent.glob("*.journal-*")) == []
 
 
 def test_streams_have_no_journal(job: Job) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from localbatch.cli.main import debug_option
+from localbatch.cli.main import EXIT_CLOSED, debug_option
+from localbatch.jobs.outputs import OutputClosedError
 from localbatch.jobs.run import export_job
 
 
@@ -30,5 +31,8 @@ def export(job: str, output: str) -> None:
       localbatch export answers.jsonl | jq -r .text
       localbatch export answers.jsonl.journal -o answers.jsonl
     """
-    number = export_job(job, output)
+    try:
+        number = export_job(job, output)
+    except OutputClosedError:
+        raise SystemExit(EXIT_CLOSED) from None
     click.echo(f"{number:,} row{'' if number == 1 else 's'} written", err=True)

@@ -20,23 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from localbatch.data.errors import JournalError, OutputError
+from localbatch.data.errors import JournalError, LocalbatchError, OutputError
 from localbatch.data.request import Completion
+from localbatch.jobs.journal_files import APPLICATION_ID, VERSION, make_journal
 from localbatch.jobs.outputs import record
 
-SUFFIX = ".journal"
-_APPLICATION_ID = 0x6C626A31  # "lbj1": what `file` and we know the format by
-_VERSION = 1
-_SCHEMA = """
-CREATE TABLE manifest (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE rows (
-    number INTEGER PRIMARY KEY,  -- place in the input, from 0
-    kind INTEGER NOT NULL,       -- 0 answered, 1 failed, 2 unreadable
-    fingerprint BLOB NOT NULL,   -- of what was asked
-    record TEXT NOT NULL,        -- the JSON record of the row
-    crc INTEGER NOT NULL         -- of the record's bytes
-);
-"""
+_SURROUNDINGS = ("unable to open", "readonly", "disk is full", "disk I/O", "locked")
+"""In SQLite's messages: it is not the file that is wrong."""
+
 _GROUP_S = 0.05
 """Rows that end within this time are made durable together."""
 
@@ -72,68 +63,6 @@ class Counts(NamedTuple):
         return sum(self)
 
 
-def journal_path(output: str) -> Path:
-    """Return where the journal of an output is; the path of a journal is itself."""
-    return Path(output if output.endswith(SUFFIX) else output + SUFFIX)
-
-
-class JobLock:
-    """Held by the one run of a job; gone with its process, however that ends.
-
-    SQLite's own file locks do this on every system.
-    """
-
-    def __init__(self, journal: Path) -> None:
-        self._path = Path(f"{journal}.lock")
-        self._connection: sqlite3.Connection | None = None
-
-    def __enter__(self) -> JobLock:
-        while True:
-            self._connection = sqlite3.connect(self._path, timeout=0, isolation_level=None)
-            try:
-                self._connection.execute("BEGIN EXCLUSIVE")
-            except sqlite3.DatabaseError as error:
-                self._connection.close()
-                raise self._refusal(error) from None
-            if self._path.exists():
-                return self
-            self._connection.close()  # it was deleted just now, by the run that ended
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._connection is not None
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-        self._connection.close()
-
-    def _refusal(self, error: sqlite3.Error) -> JournalError:
-        if "locked" in str(error):
-            job = str(self._path).removesuffix(f"{SUFFIX}.lock")
-            return JournalError(
-                f"{job}: another run is writing these answers; wait for it, or name another output"
-            )
-        return JournalError(f"{self._path}: can't be locked ({error})")
-
-    @staticmethod
-    def is_held(journal: Path) -> bool:
-        """Whether a run holds the lock of a journal."""
-        path = Path(f"{journal}.lock")
-        if not path.exists():
-            return False
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=0)
-        try:
-            connection.execute("BEGIN EXCLUSIVE")
-        except sqlite3.DatabaseError:
-            return True
-        finally:
-            connection.close()
-        return False
-
-
 class Journal:
     """The finished rows of one job.
 
@@ -144,27 +73,34 @@ class Journal:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
-        self._is_new = not path.exists()
-        if read_only and self._is_new:
+        is_new = not path.exists() or path.stat().st_size == 0
+        if read_only and is_new:
             raise JournalError(f"{path}: there is no such journal; was the job run with -o?")
-        self._reader = self._connect(read_only=read_only)
+        if is_new:
+            make_journal(path)
+        self._file = os.stat(path)
+        self._reader = self._connect()
         self._inbox: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._durable: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        self._error: OutputError | None = None
+        self._error: LocalbatchError | None = None
         self._thread: threading.Thread | None = None
         try:
-            self._open(read_only=read_only)
-        except sqlite3.DatabaseError as error:
-            self._reader.close()
-            raise self._damage(error) from None
-        except JournalError:
+            try:
+                self._open()
+            except JournalError:
+                if not read_only:
+                    raise
+                self._reader.close()  # perhaps it is where nothing can be written
+                self._reader = self._connect("mode=ro&immutable=1")
+                self._open()
+        except LocalbatchError:
             self._reader.close()
             raise
 
     @property
     def manifest(self) -> dict[str, Any]:
         """What the job is: names and values, empty for a new journal."""
-        found = self._reader.execute("SELECT name, value FROM manifest").fetchall()
+        found = self._query("SELECT name, value FROM manifest")
         return {name: json.loads(value) for name, value in found}
 
     def update_manifest(self, values: dict[str, Any]) -> None:
@@ -178,19 +114,17 @@ class Journal:
 
     def counts(self) -> Counts:
         """Return how many rows there are of each kind."""
-        found = dict(self._reader.execute("SELECT kind, COUNT(*) FROM rows GROUP BY kind"))
+        found = dict(self._query("SELECT kind, COUNT(*) FROM rows GROUP BY kind"))
         return Counts(*(found.get(kind, 0) for kind in RowKind))
 
     def find(self, number: int) -> tuple[RowKind, bytes] | None:
         """Return kind and fingerprint of a finished row, `None` if it is not finished."""
-        found = self._reader.execute(
-            "SELECT kind, fingerprint FROM rows WHERE number = ?", (number,)
-        ).fetchone()
-        return (RowKind(found[0]), bytes(found[1])) if found else None
+        found = self._query("SELECT kind, fingerprint FROM rows WHERE number = ?", number)
+        return (RowKind(found[0][0]), bytes(found[0][1])) if found else None
 
     def last_number(self) -> int:
         """Return the highest place of a finished row, -1 if there is none."""
-        found = self._reader.execute("SELECT MAX(number) FROM rows").fetchone()[0]
+        found = self._query("SELECT MAX(number) FROM rows")[0][0]
         return -1 if found is None else int(found)
 
     def forget(self, kinds: Sequence[RowKind]) -> int:
@@ -205,11 +139,14 @@ class Journal:
 
     def records(self) -> Iterator[str]:
         """Yield the JSON records in the order of the input, as they are when this is called."""
-        rows = self._reader.execute("SELECT number, record, crc FROM rows ORDER BY number")
-        for number, text, crc in rows:
-            if zlib.crc32(text.encode()) != crc:
-                raise JournalError(f"{self.path}: row {number + 1} is damaged; --fresh starts over")
-            yield text
+        try:
+            rows = self._reader.execute("SELECT number, record, crc FROM rows ORDER BY number")
+            for number, text, crc in rows:
+                if zlib.crc32(text.encode()) != crc:
+                    raise self._damage(f"row {number + 1} is not what it was")
+                yield text
+        except sqlite3.Error as error:
+            raise self._read_failure(error) from None
 
     def add(self, entry: Entry) -> None:
         """Hand a finished row over to be written; raises `OutputError` if writing failed before."""
@@ -239,7 +176,7 @@ class Journal:
 
     def close(self) -> None:
         """Write what is to be written and close; errors that `flush` would raise are dropped."""
-        with contextlib.suppress(OutputError):
+        with contextlib.suppress(LocalbatchError):
             self.flush()
         with contextlib.suppress(sqlite3.Error):
             self._reader.close()
@@ -255,43 +192,44 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _connect(self, *, read_only: bool) -> sqlite3.Connection:
-        mode = "ro" if read_only else "rwc"
-        uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+    def _connect(self, mode: str = "mode=rw") -> sqlite3.Connection:
+        uri = f"{self.path.absolute().as_uri()}?{mode}"
         try:
             return sqlite3.connect(uri, uri=True, timeout=10, check_same_thread=False)
         except sqlite3.Error as error:
-            raise OutputError(f"{self.path}: can't be opened ({error})") from None
+            raise self._read_failure(error) from None
 
-    def _open(self, *, read_only: bool) -> None:
-        """Check what is there, or make it."""
-        if self._is_new:
-            self._reader.execute("PRAGMA journal_mode = WAL")
-            self._reader.executescript(
-                f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {_VERSION};"
-                f"BEGIN; {_SCHEMA} COMMIT;"
-            )
-            return
-        if self._pragma("application_id") != _APPLICATION_ID:
+    def _open(self) -> None:
+        """Check what is there."""
+        if self._query("PRAGMA application_id")[0][0] != APPLICATION_ID:
             raise JournalError(f"{self.path}: is no journal of localbatch; move it away")
-        version = self._pragma("user_version")
-        if version != _VERSION:
+        version = self._query("PRAGMA user_version")[0][0]
+        if version != VERSION:
             raise JournalError(
-                f"{self.path}: is of version {version}, this localbatch writes {_VERSION}; "
+                f"{self.path}: is of version {version}, this localbatch writes {VERSION}; "
                 "use the localbatch that made it, or start over with --fresh"
             )
-        found = self._reader.execute("PRAGMA quick_check(1)").fetchone()[0]
+        found = self._query("PRAGMA quick_check(1)")[0][0]
         if found != "ok":
             raise self._damage(found)
-        if not read_only:
-            self._reader.execute("PRAGMA synchronous = FULL")
+        self._query("PRAGMA synchronous = FULL")
 
-    def _pragma(self, name: str) -> int:
-        return int(self._reader.execute(f"PRAGMA {name}").fetchone()[0])
+    def _query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        try:
+            return self._reader.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._read_failure(error) from None
+
+    def _read_failure(self, error: sqlite3.Error) -> JournalError:
+        if any(words in str(error) for words in _SURROUNDINGS):
+            return JournalError(
+                f"{self.path}: can't be used ({error}); check the disk and its permissions"
+            )
+        return self._damage(error)
 
     def _damage(self, reason: object) -> JournalError:
         return JournalError(
-            f"{self.path}: is damaged ({reason}); --fresh starts over, "
+            f"{self.path}: is damaged ({' '.join(str(reason).split())}); --fresh starts over, "
             "and what the output file holds stays there until then"
         )
 
@@ -303,22 +241,36 @@ class Journal:
 
     def _write(self) -> None:
         """Write rows in groups until told to stop; the thread's own connection."""
-        connection = self._connect(read_only=False)
         try:
-            connection.execute("PRAGMA synchronous = FULL")
-            going_on = True
-            while going_on:
-                group, going_on = self._next_group()
-                with connection:
-                    connection.executemany(
-                        "INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?, ?)", map(_row, group)
-                    )
-                for entry in group:
-                    self._durable.put(entry.completion)
+            self._check_place()
+            with contextlib.closing(self._connect()) as connection:
+                connection.execute("PRAGMA synchronous = FULL")
+                going_on = True
+                while going_on:
+                    group, going_on = self._next_group()
+                    self._check_place()
+                    with connection:
+                        connection.executemany(
+                            "INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?, ?)", map(_row, group)
+                        )
+                    for entry in group:
+                        self._durable.put(entry.completion)
         except sqlite3.Error as error:
             self._error = self._write_failure(error)
-        finally:
-            connection.close()
+        except LocalbatchError as error:
+            self._error = error
+
+    def _check_place(self) -> None:
+        """Raise `OutputError` if the file is not where it was; SQLite would go on without it."""
+        try:
+            is_there = os.path.samestat(os.stat(self.path), self._file)
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise OutputError(
+                f"{self.path}: was deleted or replaced during the run; what was finished before is "
+                "written to the output, run again for the rest"
+            )
 
     def _next_group(self) -> tuple[list[Entry], bool]:
         """Wait for a row, and a moment for others; returns them and whether more will come."""
@@ -332,13 +284,6 @@ class Journal:
             except queue.Empty:
                 return group, True
         return group, False
-
-
-def remove_journal(path: Path) -> None:
-    """Delete a journal, for a job to start over."""
-    for suffix in ("", "-wal", "-shm"):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{path}{suffix}")
 
 
 def _row(entry: Entry) -> tuple[int, int, bytes, str, int]:

@@ -21,7 +21,7 @@ class Resume:
     def __init__(self, journal: Journal, manifest: dict[str, Any], output: str) -> None:
         self.num_finished = 0
         """Rows that were passed over."""
-        self._journal, self._output = journal, output
+        self._journal, self._manifest, self._output = journal, manifest, output
         self._asked: dict[int, bytes] = {}  # of rows that are being computed
         before = journal.manifest
         if changed := changes(before, manifest) if before else []:
@@ -29,7 +29,10 @@ class Resume:
         before_input = before.get("about", {}).get("input_sha256")
         now_input = manifest["about"]["input_sha256"]
         self.has_same_input = now_input is not None and now_input == before_input
-        journal.update_manifest(manifest)
+
+    def accept(self) -> None:
+        """Note that the journal is this job's now."""
+        self._journal.update_manifest(self._manifest)
 
     def unfinished(self, rows: Iterable[Request | Completion]) -> Iterator[Request | Completion]:
         """Yield the rows that the journal does not have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,7 +21,13 @@ from localbatch.jobs.job import (
     refuse_overwriting_input,
     stream_job,
 )
-from localbatch.jobs.journal import JobLock, Journal, RowKind, journal_path, remove_journal
+from localbatch.jobs.journal import Journal, RowKind
+from localbatch.jobs.journal_files import (
+    JobLock,
+    journal_path,
+    refuse_journal_name,
+    remove_journal,
+)
 from localbatch.jobs.manifest import make_manifest
 from localbatch.jobs.outputs import check_target, is_file_target, write_lines
 from localbatch.jobs.progress import Progress
@@ -44,6 +51,7 @@ def run_job(config: JobConfig) -> JobResult:
         if config.fresh or config.retry_failed:
             raise ConfigError("--fresh and --retry-failed go with a file as the output (-o)")
         return stream_job(config)
+    refuse_journal_name(config.output)
     check_target(config.output)
     path = journal_path(config.output)
     with JobLock(path):
@@ -66,7 +74,12 @@ def run_job(config: JobConfig) -> JobResult:
 
 def export_job(job: str, target: str) -> int:
     """Write the output of a job anew from its journal; returns the number of rows."""
+    refuse_journal_name(target)
     with Journal(journal_path(job), read_only=True) as journal:
+        source = str(journal.manifest.get("about", {}).get("input", ""))
+        with contextlib.suppress(OSError):
+            if target != "-" and os.path.samefile(source, target):
+                raise ConfigError(f"{target}: is the input of this job; name another file")
         return write_lines(target, journal.records())
 
 
@@ -139,4 +152,5 @@ def _resume(config: JobConfig, journal: Journal) -> Resume:
         with open_input(config.source) as source:
             rows = read_requests(source, config.params, chat=config.chat, system=config.system)
             resume.check(rows)
+    resume.accept()
     return resume

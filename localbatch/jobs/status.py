@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from localbatch.jobs.journal import Counts, JobLock, Journal, journal_path
+from localbatch.jobs.journal import Counts, Journal
+from localbatch.jobs.journal_files import JobLock, journal_path
 
 
 @dataclass(frozen=True)
