@@ -51,6 +51,15 @@ def too_long(index: int) -> Request:
     return request(index, "x" * 300)
 
 
+def test_an_abort_starts_no_debugger() -> None:
+    """llama.cpp's wish for a backtrace is turned off, unless it is asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GGML_NO_BACKTRACE", raising=False)
+        assert client_module._environment()["GGML_NO_BACKTRACE"] == "1"
+        patch.setenv("GGML_NO_BACKTRACE", "0")
+        assert client_module._environment()["GGML_NO_BACKTRACE"] == "0"
+
+
 class HungUpError(Exception):
     """The parent has nothing more to say."""
 

@@ -216,8 +216,10 @@ def _environment() -> dict[str, str]:
     llama.cpp's threads wait for each other some hundred times a step, spinning. With the default
     of GNU's OpenMP, which is to spin for milliseconds, another busy process on the same cores makes
     a step take 20 times as long; with a short spin it takes its share. An idle machine is as fast.
+    When llama.cpp aborts, it starts a debugger on itself for a backtrace, which may take long.
     """
     environment = dict(os.environ)
+    environment.setdefault("GGML_NO_BACKTRACE", "1")
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", _SPINS)
     return environment
