@@ -254,6 +254,7 @@ class TestProcess:
 
     def test_threads_wait_for_each_other_briefly(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Unless the user has a policy of their own."""
+        monkeypatch.setenv("GGML_NO_BACKTRACE", "1")
         monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
         monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
         assert client_module._environment() == {**os.environ, "GOMP_SPINCOUNT": "20000"}
