@@ -46,14 +46,13 @@ class Resume:
             yield row
         self._check_number(number)
 
-    def check(self, rows: Iterable[Request | Completion]) -> int:
-        """Look for changed rows before anything is computed; returns how many rows there are."""
+    def check(self, rows: Iterable[Request | Completion]) -> None:
+        """Look for changed rows before anything is computed."""
         count = 0
         for row in rows:
             self._is_finished(row)
             count += 1
         self._check_number(count)
-        return count
 
     def entry(self, completion: Completion) -> Entry:
         """Return what to put into the journal for a row that ended."""
