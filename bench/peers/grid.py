@@ -62,9 +62,10 @@ def context_size(settings: Settings, cells: Sequence[int]) -> int:
     """Return the cells for all slots together, such that any rows fit.
 
     Separate slots have the size of the longest row each; a pool, that of the longest rows that may
-    be in it at one time.
+    be in it at one time. llama-server ends a row that fills its slot, so each has one cell more.
     """
     slots: int = settings["slots"]
+    longest = [number + 1 for number in sorted(cells, reverse=True)[:slots]]
     if settings["unified"]:
-        return round_up(sum(sorted(cells, reverse=True)[:slots]))
-    return slots * round_up(max(cells))
+        return round_up(sum(longest))
+    return slots * round_up(longest[0])

@@ -22,6 +22,14 @@ def variant(text: str) -> tuple[str, dict[str, Any]]:
     return label, dict(setting(part) for part in rest.split(","))
 
 
+def server_settings(text: str) -> dict[str, Any]:
+    """Read the settings of llama-server: `slots=NUMBER,unified=true|false,flash=true|false`."""
+    settings = dict(setting(part) for part in text.split(","))
+    if set(settings) != {"slots", "unified", "flash"}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not slots=N,unified=BOOL,flash=BOOL")
+    return settings
+
+
 def value_of(text: str) -> Any:
     """Read a whole number, a number, true, false or none; anything else is text."""
     words: dict[str, Any] = {"true": True, "false": False, "none": None}

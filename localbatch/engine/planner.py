@@ -32,7 +32,7 @@ MOST_SECONDS = 10.0
 LEAST_SLOTS = 4
 """Slots of a lane that are worth a plan."""
 
-ENOUGH = 0.02
+ENOUGH = 0.05
 """Share of the time that fewer slots must save: more of them leave fewer rows for the end."""
 
 SURELY = 0.1
