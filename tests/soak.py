@@ -29,7 +29,7 @@ from localbatch.data.errors import LocalbatchError
 from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.supervisor import Supervisor
-from localbatch.jobs.inputs import InputFormat, InputSource, read_requests
+from localbatch.formats.inputs import InputFormat, InputSource, read_requests
 from tests import tiny_gguf
 
 KILLS = 100

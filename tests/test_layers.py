@@ -1,8 +1,8 @@
 """Imports point down only, and each foreign library has its one place.
 
-The layers are, from the bottom: data, scheduler, engine, jobs, cli. `models` stands beside
-scheduler. What is checked is the source, so imports inside functions and those for type checkers
-only count as well.
+The layers are, from the bottom: data, scheduler, engine, jobs, cli. `models` and `formats` stand
+beside scheduler. What is checked is the source, so imports inside functions and those for type
+checkers only count as well.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ MAY_IMPORT = {
     "data": {"data"},
     "scheduler": {"scheduler", "data"},
     "models": {"models", "data"},
+    "formats": {"formats", "data"},
     "engine": {"engine", "models", "scheduler", "data"},
-    "jobs": {"jobs", "engine", "models", "scheduler", "data"},
-    "cli": {"cli", "jobs", "engine", "models", "scheduler", "data"},
+    "jobs": {"jobs", "engine", "formats", "models", "scheduler", "data"},
+    "cli": {"cli", "jobs", "engine", "formats", "models", "scheduler", "data"},
 }
 ROOT_MODULES = {"__init__", "__main__", "_version"}
 ROOT_MAY_IMPORT = {"data", "engine", "cli"}

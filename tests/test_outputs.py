@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from localbatch.data.errors import OutputError
 from localbatch.data.request import Completion, FinishReason, Timings, Usage, failed_completion
-from localbatch.jobs import outputs
-from localbatch.jobs.outputs import (
+from localbatch.formats import outputs
+from localbatch.formats.outputs import (
     OrderedWriter,
     OutputClosedError,
     check_target,
@@ -446,7 +446,7 @@ def test_head_ends_a_process_without_a_word() -> None:
     """A process whose reader stops leaves nothing on standard error, not even at exit."""
     code = (
         "from localbatch.data.request import Completion, FinishReason\n"
-        "from localbatch.jobs.outputs import OrderedWriter, OutputClosedError\n"
+        "from localbatch.formats.outputs import OrderedWriter, OutputClosedError\n"
         "try:\n"
         "    with OrderedWriter('-') as writer:\n"
         "        for index in range(100_000):\n"

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from localbatch.cli.main import main
 from localbatch.data.errors import ConfigError, JournalError, OutputError
 from localbatch.data.sampling_params import SamplingParams
+from localbatch.formats.inputs import InputOptions
 from localbatch.jobs import run as run_module
 from localbatch.jobs.job import JobConfig, JobResult
 from localbatch.jobs.journal_files import JobLock, journal_path
@@ -41,8 +42,8 @@ class Job:
         engine = {"backend": "fake", "threads": 1, **changes.pop("engine", {})}
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         config = JobConfig(
-            "fake", str(self.source), str(self.output), params, system=system, quiet=True,
-            engine=engine, **changes,
+            "fake", str(self.source), str(self.output), params,
+            InputOptions(changes.pop("chat", True), system), quiet=True, engine=engine, **changes,
         )  # fmt: skip
         return run_job(config)
 
@@ -93,8 +94,8 @@ def test_a_finished_job_does_not_even_load_the_model(
     ("change", "said"),
     [
         ({"max_tokens": 5}, "--max-tokens was 4, is 5"),
-        ({"system": "Be brief."}, 'system was left out, is "Be brief."'),
-        ({"chat": False}, "chat was true, is false"),
+        ({"system": "Be brief."}, '--system was left out, is "Be brief."'),
+        ({"chat": False}, "--raw was false, is true"),
         ({"engine": {"ctx": 128}}, "--ctx was left out, is 128"),
     ],
 )
@@ -129,8 +130,8 @@ def test_another_model_file_is_refused(job: Job, tiny_model: Path, tmp_path: Pat
     model.write_bytes(tiny_model.read_bytes())
     job.write([{"prompt": "w"}])
     config = JobConfig(
-        str(model), str(job.source), str(job.output), SamplingParams(max_tokens=2), chat=False,
-        quiet=True, engine={"threads": 1},
+        str(model), str(job.source), str(job.output), SamplingParams(max_tokens=2),
+        inputs=InputOptions(chat=False), quiet=True, engine={"threads": 1},
     )  # fmt: skip
     assert run_job(config).rows == 1
     assert run_job(config).resumed == 1

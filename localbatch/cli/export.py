@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from localbatch.cli.main import EXIT_CLOSED, debug_option
-from localbatch.jobs.outputs import OutputClosedError
+from localbatch.formats.outputs import OutputClosedError
 from localbatch.jobs.run import export_job
 
 

@@ -14,6 +14,7 @@ from localbatch.cli.run import (
     sampling_options,
     take_sampling,
 )
+from localbatch.formats.inputs import InputOptions
 from localbatch.jobs.plan import plan_job
 
 
@@ -38,7 +39,7 @@ def plan(model: str, source: str | None, system: str | None, chat: bool, **optio
     """
     check_prompt_options(system, chat=chat)
     params = take_sampling(options)
-    lines = plan_job(model, source, params, chat=chat, system=system, engine=options)
+    lines = plan_job(model, source, params, inputs=InputOptions(chat, system), engine=options)
     width = max(len(what) for what, _ in lines)
     for what, value in lines:
         click.echo(f"{what:<{width}}  {value}")

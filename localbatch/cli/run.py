@@ -20,8 +20,9 @@ from localbatch.data.config import FlashAttention, KVLayout, Order
 from localbatch.data.errors import ConfigError
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
+from localbatch.formats.inputs import InputOptions
+from localbatch.formats.outputs import OutputClosedError
 from localbatch.jobs.job import JobConfig
-from localbatch.jobs.outputs import OutputClosedError
 from localbatch.jobs.progress import summary_line
 from localbatch.jobs.run import run_job
 
@@ -200,7 +201,8 @@ def run(
     params = take_sampling(options)
     check_prompt_options(system, chat=chat)
     config = JobConfig(
-        model=model, source=source, output=output, params=params, chat=chat, system=system,
+        model=model, source=source, output=output, params=params,
+        inputs=InputOptions(chat, system),
         quiet=quiet, fresh=fresh, retry_failed=retry_failed, engine=options,
     )  # fmt: skip
     with terminate_as_interrupt():

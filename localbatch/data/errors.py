@@ -29,11 +29,19 @@ class ConfigError(LocalbatchError):
 class InputError(LocalbatchError):
     """One row of the input is unusable."""
 
-    def __init__(self, message: str, *, field: str | None = None, line: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        line: int | None = None,
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.line = line
+        self.code = code
 
     def __str__(self) -> str:
         return self.message if self.field is None else f"{self.field}: {self.message}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from localbatch.data.errors import InputError
 from localbatch.data.sampling_params import SamplingParams
@@ -32,7 +32,8 @@ class Request:
     """One row of work; immutable.
 
     Exactly one of `prompt` (raw text, taken as it is) and `messages` (rendered by the model's own
-    chat template) is given. `id` must be unique in a job: the row's random stream hangs on it.
+    chat template) is given. A message's content may be a list of text parts, as OpenAI has them;
+    they are joined by line ends. `id` must be unique in a job: the row's random stream hangs on it.
     Raises `InputError` naming the field when that does not hold or a prompt is empty.
     """
 
@@ -44,6 +45,10 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     line: int | None = None
     """Line of the input file, from 1, where there is one."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Given to the chat template as `tools`."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template."""
 
     def __post_init__(self) -> None:
         if self.prompt is None and self.messages is None:
@@ -55,15 +60,19 @@ class Request:
             if not self.prompt.strip():
                 raise InputError("is empty", field="prompt")
         else:
-            _check_messages(self.messages)
+            object.__setattr__(self, "messages", _checked_messages(self.messages))
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one row."""
+    """Tokens of one row, all its answers together."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Of `completion_tokens`."""
+    cut_tokens: int = 0
+    """Taken out of a prompt that was too long."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,33 @@ class Timings:
     """First token to last."""
 
 
+class TokenLogprob(NamedTuple):
+    """A token and the natural logarithm of its probability."""
+
+    token_id: int
+    data: bytes
+    """The token's own bytes; they may be part of a character."""
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+    """The likeliest tokens at this place, likeliest first."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer of a row."""
+
+    text: str
+    finish_reason: FinishReason
+    token_ids: tuple[int, ...] = ()
+    reasoning: str | None = None
+    """What a reasoning model wrote before its answer; `None` if it wrote none."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of each of `token_ids`, if asked for."""
+
+
 @dataclass(frozen=True)
 class Completion:
-    """One row's answer, or its error."""
+    """One row's answer, or its error. With `n` above 1 the further answers are in `more`."""
 
     id: RowId
     index: int
@@ -93,6 +126,19 @@ class Completion:
     error: str | None = None
     """One line saying what was wrong, if `finish_reason` is `error`."""
     line: int | None = None
+    error_field: str | None = None
+    """The field of the row that was wrong, if one was."""
+    error_code: str | None = None
+    """OpenAI's code for the error, if there is one, as `context_length_exceeded`."""
+    reasoning: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    more: tuple[Choice, ...] = ()
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All answers of the row."""
+        first = Choice(self.text, self.finish_reason, self.token_ids, self.reasoning, self.logprobs)
+        return (first, *self.more)
 
     @property
     def failed(self) -> bool:
@@ -100,9 +146,20 @@ class Completion:
         return self.finish_reason is FinishReason.ERROR
 
 
-def failed_completion(request_id: RowId, index: int, error: str, line: int | None) -> Completion:
+def failed_completion(
+    request_id: RowId,
+    index: int,
+    error: str,
+    line: int | None,
+    *,
+    field: str | None = None,
+    code: str | None = None,
+) -> Completion:
     """Return the record of a row that could not be computed."""
-    return Completion(request_id, index, "", FinishReason.ERROR, error=error, line=line)
+    return Completion(
+        request_id, index, "", FinishReason.ERROR,
+        error=error, line=line, error_field=field, error_code=code,
+    )  # fmt: skip
 
 
 def _check_text(field_name: str, text: object) -> None:
@@ -114,19 +171,38 @@ def _check_text(field_name: str, text: object) -> None:
         raise InputError("holds half a surrogate pair, not text", field=field_name) from None
 
 
-def _check_messages(messages: object) -> None:
+def _checked_messages(messages: object) -> list[Message]:
     if not isinstance(messages, (list, tuple)):
         raise InputError("must be a list of messages", field="messages")
     if not messages:
         raise InputError("is empty", field="messages")
-    for number, message in enumerate(messages):
-        where = f"messages[{number}]"
-        if not isinstance(message, Mapping):
-            raise InputError("must be an object with 'role' and 'content'", field=where)
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise InputError("must be a non-empty string", field=f"{where}.role")
-        _check_text(f"{where}.role", role)
-        _check_text(f"{where}.content", message.get("content"))
-    if not any(str(message["content"]).strip() for message in messages):
+    checked = [_checked_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    if not any(str(message["content"] or "").strip() for message in checked):
         raise InputError("all contents are empty", field="messages")
+    return checked
+
+
+def _checked_message(message: object, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InputError("must be an object with 'role' and 'content'", field=where)
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise InputError("must be a non-empty string", field=f"{where}.role")
+    _check_text(f"{where}.role", role)
+    where = f"{where}.content"
+    if content is None and message.get("tool_calls"):
+        return message
+    if isinstance(content, (list, tuple)):
+        content = "\n".join(_text_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+        message = {**message, "content": content}
+    _check_text(where, content)
+    return message
+
+
+def _text_part(part: object, where: str) -> str:
+    """Return the text of a part of a content; there are others, with images and sound."""
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        raise InputError("must be an object of type 'text'; no other is supported", field=where)
+    text = part.get("text")
+    _check_text(f"{where}.text", text)
+    return str(text)

@@ -12,6 +12,8 @@ from localbatch.data.errors import ConfigError, InputError
 
 MAX_SEED = 2**64 - 1
 MAX_BIAS = 1e9
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,14 @@ class SamplingParams:
     """Added to the logits of these token ids; -inf bans a token."""
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says."""
+    n: int = 1
+    """Answers of a row; each has its own random stream."""
+    logprobs: bool = False
+    """Report the logarithm of each token's probability, before temperature and penalties."""
+    top_logprobs: int = 0
+    """With `logprobs`: report as many of the likeliest tokens beside each, at most 20."""
+    max_reasoning_tokens: int | None = None
+    """Most tokens of a reasoning model before its answer; then its reasoning is closed for it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
@@ -65,8 +75,15 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _integer("penalty_last_n", self.penalty_last_n, -1, 2**31 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos: must be true or false, not {self.ignore_eos!r}")
+        _integer("n", self.n, 1, MAX_CHOICES)
+        _integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.max_reasoning_tokens is not None:
+            _integer("max_reasoning_tokens", self.max_reasoning_tokens, 0, 2**31 - 1)
+        for name in ("ignore_eos", "logprobs"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name}: must be true or false, not {value!r}")
+        if self.top_logprobs and not self.logprobs:
+            raise ConfigError("top_logprobs: goes with 'logprobs': true")
 
     @property
     def is_greedy(self) -> bool:

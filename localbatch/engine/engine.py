@@ -131,9 +131,11 @@ class Engine:
             try:
                 self._take(request)
             except InputError as error:
-                failed.append(
-                    failed_completion(request.id, request.index, str(error), request.line)
-                )
+                bad = failed_completion(
+                    request.id, request.index, str(error), request.line,
+                    field=error.field, code=error.code,
+                )  # fmt: skip
+                failed.append(bad)
         self._arrange()
         return failed
 
@@ -145,6 +147,7 @@ class Engine:
             raise InputError(
                 f"has {len(tokens)} tokens, more than the context of {limit} (see --ctx)",
                 field="prompt",
+                code="context_length_exceeded",
             )
         unknown = [t for t in request.params.logit_bias if t >= self.backend.card.num_vocab]
         if unknown:

@@ -14,8 +14,8 @@ from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.engine.llm import LLM
-from localbatch.jobs.inputs import open_input, read_requests
-from localbatch.jobs.outputs import OrderedWriter, OutputClosedError
+from localbatch.formats.inputs import InputOptions, open_input, read_requests
+from localbatch.formats.outputs import OrderedWriter, OutputClosedError
 from localbatch.jobs.progress import Progress
 
 
@@ -30,8 +30,7 @@ class JobConfig:
     """Output path, or `-`."""
     params: SamplingParams = field(default_factory=SamplingParams)
     """For rows that do not say otherwise."""
-    chat: bool = True
-    system: str | None = None
+    inputs: InputOptions = field(default_factory=InputOptions)
     quiet: bool = False
     fresh: bool = False
     """Forget what an earlier run of this output finished."""
@@ -92,7 +91,7 @@ def stream_job(config: JobConfig) -> JobResult:
         writer = stack.enter_context(OrderedWriter(config.output))
         llm = stack.enter_context(LLM(config.model, **config.engine))
         progress = stack.enter_context(Progress(quiet=config.quiet))
-        rows = read_requests(source, config.params, chat=config.chat, system=config.system)
+        rows = read_requests(source, config.params, config.inputs)
         with result.timed():
             for completion in completions(llm, counted(rows, progress.set_total)):
                 writer.write(completion)

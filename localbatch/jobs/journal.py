@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from localbatch.data.errors import JournalError, LocalbatchError, OutputError
 from localbatch.data.request import Completion
+from localbatch.formats.outputs import record
 from localbatch.jobs.journal_files import APPLICATION_ID, VERSION, make_journal
-from localbatch.jobs.outputs import record
 
 _SURROUNDINGS = ("unable to open", "readonly", "disk is full", "disk I/O", "locked")
 """In SQLite's messages: it is not the file that is wrong."""

@@ -15,6 +15,7 @@ from localbatch._version import __version__
 from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.cache import FactCache, fact_key
+from localbatch.formats.inputs import InputOptions
 
 # Answers on the CPU don't depend on the others: lanes, threads, rows at one time, order, pieces.
 _SETTINGS = ("backend", "ctx", "kv_layout", "flash_attention", "any_numerics", "gpu_layers")
@@ -26,8 +27,7 @@ def make_manifest(
     source: str,
     params: SamplingParams,
     *,
-    chat: bool,
-    system: str | None,
+    inputs: InputOptions,
     engine: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return names and values; those under `same` must not change while a job is unfinished.
@@ -38,8 +38,9 @@ def make_manifest(
     same = {
         "model": _sha256(model) if Path(model).is_file() else model,
         "llama-cpp-python": _version("llama-cpp-python"),
-        "chat": chat,
-        "system": system,
+        "--raw": not inputs.chat,
+        "--system": inputs.system,
+        "--template-arg": dict(inputs.template_args),
         **{f"--{name.replace('_', '-')}": value for name, value in asdict(params).items()},
         **{f"--{name.replace('_', '-')}": engine.get(name) for name in _SETTINGS},
     }
@@ -78,7 +79,9 @@ def fingerprint(row: Request | Completion) -> bytes:
         asked: list[Any] = [row.id, row.error]
     else:
         messages = None if row.messages is None else [dict(m) for m in row.messages]
-        asked = [row.id, row.prompt, messages, asdict(row.params)]
+        asked = [
+            row.id, row.prompt, messages, row.tools, dict(row.template_args), asdict(row.params)
+        ]  # fmt: skip
     text = json.dumps(asked, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 

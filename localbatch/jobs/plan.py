@@ -17,7 +17,7 @@ from localbatch.engine.engine import EngineStats
 from localbatch.engine.llm import LLM
 from localbatch.engine.machine import available_memory
 from localbatch.engine.planner import Choice, Layout
-from localbatch.jobs.inputs import open_input, read_requests
+from localbatch.formats.inputs import InputOptions, open_input, read_requests
 
 _MIB = 1 << 20
 _EXAMPLE_ROWS, _EXAMPLE_WORDS = 100, 150
@@ -34,8 +34,7 @@ def plan_job(
     source: str | None,
     params: SamplingParams,
     *,
-    chat: bool,
-    system: str | None,
+    inputs: InputOptions,
     engine: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
     """Return lines of (what, value): what would be run, how, why, in what memory and time.
@@ -47,7 +46,7 @@ def plan_job(
         requests, job = _example(params), f"an example: {_EXAMPLE_ROWS} rows"
         if source is not None:
             with open_input(source) as opened:
-                rows = read_requests(opened, params, chat=chat, system=system)
+                rows = read_requests(opened, params, inputs)
                 requests, job = _requests(rows, source)
         failed = llm.prepare(requests)
         stats = llm.stats

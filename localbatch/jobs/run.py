@@ -11,7 +11,8 @@ from pathlib import Path
 from localbatch.data.errors import ConfigError
 from localbatch.data.request import Completion, Request
 from localbatch.engine.llm import LLM
-from localbatch.jobs.inputs import open_input, read_requests
+from localbatch.formats.inputs import open_input, read_requests
+from localbatch.formats.outputs import check_target, is_file_target, write_lines
 from localbatch.jobs.job import (
     JobConfig,
     JobResult,
@@ -29,7 +30,6 @@ from localbatch.jobs.journal_files import (
     remove_journal,
 )
 from localbatch.jobs.manifest import make_manifest
-from localbatch.jobs.outputs import check_target, is_file_target, write_lines
 from localbatch.jobs.progress import Progress
 from localbatch.jobs.resume import Resume
 from localbatch.models.catalog import resolve_model
@@ -89,7 +89,7 @@ def _run(config: JobConfig, journal: Journal) -> JobResult:
         source = stack.enter_context(open_input(config.source))
         resume = _resume(config, journal)
         progress = stack.enter_context(Progress(quiet=config.quiet))
-        rows = read_requests(source, config.params, chat=config.chat, system=config.system)
+        rows = read_requests(source, config.params, config.inputs)
 
         def note_total(number: int) -> None:
             journal.update_manifest({"rows": number})
@@ -143,14 +143,13 @@ def _resume(config: JobConfig, journal: Journal) -> Resume:
     if config.engine.get("backend", "llama") == "llama":
         model = str(resolve_model(model))
     manifest = make_manifest(
-        model, config.source, config.params, chat=config.chat, system=config.system,
-        engine=config.engine,
-    )  # fmt: skip
+        model, config.source, config.params, inputs=config.inputs, engine=config.engine
+    )
     resume = Resume(journal, manifest, config.output)
     journal.forget([RowKind.UNREADABLE, *([RowKind.FAILED] if config.retry_failed else [])])
     if journal.counts().total and not resume.has_same_input and Path(config.source).is_file():
         with open_input(config.source) as source:
-            rows = read_requests(source, config.params, chat=config.chat, system=config.system)
+            rows = read_requests(source, config.params, config.inputs)
             resume.check(rows)
     resume.accept()
     return resume

@@ -1,0 +1,1 @@
+"""Files of rows and files of answers: formats in, formats out."""
