@@ -152,6 +152,48 @@ def start(*args: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("after_s", [0.1, 1.5])
+def test_interrupted_twice_ends_at_once(tmp_path: Path, after_s: float, gap_s: float) -> None:
+    """At any moment, without a traceback; to a shell, ending by the signal is 130 as well."""
+    source = tmp_path / "in.jsonl"
+    row = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "temperature": 1.0}
+    source.write_text((json.dumps(row) + "\n") * 500)
+    process = start(str(source), "-o", str(tmp_path / "out.jsonl"))
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    time.sleep(gap_s)
+    process.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    _, stderr = process.communicate(timeout=10)
+
+    assert process.returncode in (130, -signal.SIGINT)
+    assert time.monotonic() - sent < 2
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.model
+def test_interrupted_in_a_step_of_many_seconds(tmp_path: Path, smollm2: Path) -> None:
+    """llama.cpp is not waited for."""
+    source = tmp_path / "in.txt"
+    source.write_text("the quick brown fox " * 1800 + "\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "localbatch", "run", str(smollm2), str(source), "--raw",
+         "--ubatch", "8192", "-o", str(tmp_path / "out.jsonl")],
+        stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # type: ignore[arg-type,return-value]
+    )  # fmt: skip
+    time.sleep(6)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    _, stderr = process.communicate(timeout=20)
+
+    assert process.returncode == 130
+    assert time.monotonic() - sent < 2
+    assert "no row was finished" in stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_is_exit_code_130_with_the_finished_rows(
     tmp_path: Path, number: signal.Signals
