@@ -92,8 +92,8 @@ def test_bad_rows_cost_themselves_and_exit_code_3() -> None:
     [
         (["missing.txt"], "missing.txt: can't be opened"),
         (["x.pdf"], "x.pdf: must end in one of .txt, .jsonl, .ndjson"),
-        (["-", "--top-p", "3"], "top_p: must be above 0 and at most 1, not 3.0"),
-        (["-", "--parallel", "99999"], "parallel: must be a whole number from 1 to 16384"),
+        (["-", "--top-p", "3"], "--top-p: must be above 0 and at most 1, not 3.0"),
+        (["-", "--parallel", "99999"], "--parallel: must be a whole number from 1 to 16384"),
         (["-", "--raw", "--system", "x"], "--system goes with the chat template"),
         (["-", "-o", "no/such/folder.jsonl"], "no/such/folder.jsonl: its folder does not exist"),
         (["-", "--max-tokens", "many"], "'many' is not a valid integer"),
@@ -132,6 +132,48 @@ def test_a_base_model_is_refused_in_words(tmp_path: Path) -> None:
 
     assert call("run", str(path), "-", stdin="x\n").exit_code == 2
     assert call("run", str(path), "-", "--raw", "--max-tokens", "3", stdin="x\n").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--parallel", "0", "must be a whole number from 1 to 16384, not 0"),
+        ("--ubatch", "33", "must be a multiple of 4, not 33"),
+        ("--kv-cells", "100", "goes with the unified layout only"),
+        ("--top-p", "3", "must be above 0 and at most 1, not 3.0"),
+    ],
+)
+def test_a_setting_out_of_range_is_named_as_the_option(
+    tmp_path: Path, option: str, value: str, message: str
+) -> None:
+    """Not as the field that it is in Python."""
+    source = tmp_path / "in.txt"
+    source.write_text("x\n")
+    result = run_fake(str(source), option, value)
+    assert result.exit_code == 2
+    assert result.stderr == f"Error: {option}: {message}\n"
+
+
+def test_a_context_larger_than_the_models_is_noted(tmp_path: Path) -> None:
+    """It may be wanted, and the answers beyond it may be nonsense."""
+    source = tmp_path / "in.txt"
+    source.write_text("x\n")
+    result = run_fake(str(source), "--ctx", "5000", "--max-tokens", "2")
+    assert "note: --ctx 5,000 is more than the 4,096 tokens of the model" in result.stderr
+    assert "note" not in run_fake(str(source), "--ctx", "4096", "--max-tokens", "2").stderr
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    """With a llama.cpp for the CPU, layers on a GPU are a mistake."""
+    from localbatch.engine import binding
+
+    if binding.supports_gpu():
+        pytest.skip("this llama.cpp is for a GPU")
+    source = tmp_path / "in.txt"
+    source.write_text("x\n")
+    result = CliRunner().invoke(main, ["run", str(tiny_model), str(source), "--gpu-layers", "5"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: --gpu-layers: llama-cpp-python was built for the CPU")
 
 
 def test_the_input_is_never_overwritten(tmp_path: Path) -> None:

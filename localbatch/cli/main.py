@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import click
@@ -45,7 +45,7 @@ class Commands(click.Group):
         except LocalbatchError as error:
             if os.environ.get("LOCALBATCH_DEBUG"):
                 raise
-            fail(error)
+            fail(error, _options_of(ctx))
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             raise SystemExit(EXIT_INTERRUPTED) from None
@@ -81,9 +81,20 @@ def complete_model(
     return [*names, CompletionItem(begun, type="file")]
 
 
-def fail(error: LocalbatchError) -> NoReturn:
-    """End with an error's message."""
-    click.echo(f"Error: {error}", err=True)
+def _options_of(ctx: click.Context) -> dict[str, str]:
+    """Return the options of the command that was asked for, by the names of their values."""
+    command = ctx.command
+    if isinstance(command, click.Group) and ctx.invoked_subcommand:
+        command = command.get_command(ctx, ctx.invoked_subcommand) or command
+    return {p.name: p.opts[0] for p in command.params if isinstance(p, click.Option) and p.name}
+
+
+def fail(error: LocalbatchError, options: Mapping[str, str] | None = None) -> NoReturn:
+    """End with an error's message; a setting that it begins with is named as the option it is."""
+    name, colon, rest = str(error).partition(": ")
+    option = (options or {}).get(name)
+    is_setting = option is not None and colon and isinstance(error, ConfigError)
+    click.echo(f"Error: {option}: {rest}" if is_setting else f"Error: {error}", err=True)
     raise SystemExit(
         EXIT_USAGE if isinstance(error, (ConfigError, OutputError, JournalError)) else EXIT_FAILED
     )

@@ -99,7 +99,11 @@ def engine_options(command: Any) -> Any:
         click.option(
             "--lanes", **auto, help="Contexts on the one model, each with its own thread and rows."
         ),
-        click.option("--ubatch", **auto, help="Most prompt tokens computed in one pass."),
+        click.option(
+            "--ubatch",
+            **auto,
+            help="Most prompt tokens computed in one pass, a multiple of 4 from 32.",
+        ),
         click.option(
             "--share-prefixes/--no-share-prefixes",
             default=True,

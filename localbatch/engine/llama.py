@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localbatch.data.errors import DecodeError, ModelError
+from localbatch.data.errors import ConfigError, DecodeError, ModelError
 from localbatch.engine import binding
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics, Sample
 from localbatch.engine.numerics import cuts_alike_of, numerics_of, padded
@@ -39,6 +39,11 @@ class LlamaBackend:
     def __init__(
         self, model: str, *, gpu_layers: int | None = None, metadata_only: bool = False
     ) -> None:
+        if gpu_layers and not binding.supports_gpu():
+            raise ConfigError(
+                "gpu_layers: llama-cpp-python was built for the CPU only; leave it out, "
+                "or install a build for the GPU (docs/install.md)"
+            )
         on_gpu = binding.supports_gpu() and gpu_layers != 0
         layers = (-1 if gpu_layers is None else gpu_layers) if on_gpu else 0
         loaded = binding.Model(model, gpu_layers=layers, metadata_only=metadata_only)

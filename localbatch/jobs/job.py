@@ -91,6 +91,7 @@ def stream_job(config: JobConfig) -> JobResult:
         writer = stack.enter_context(OrderedWriter(config.output))
         llm = stack.enter_context(LLM(config.model, **config.engine))
         progress = stack.enter_context(Progress(quiet=config.quiet))
+        note_long_context(llm, progress)
         rows = read_requests(source, config.params, config.inputs)
         with result.timed():
             for completion in completions(llm, counted(rows, progress.set_total)):
@@ -107,6 +108,13 @@ def completions(llm: LLM, rows: Iterable[Request | Completion]) -> Iterator[Comp
         for event in events:
             assert isinstance(event, Completion)
             yield event
+
+
+def note_long_context(llm: LLM, progress: Progress) -> None:
+    """Say so if rows may be longer than what the model was trained for."""
+    ctx, trained = llm.config.ctx, llm.card.max_ctx
+    if ctx is not None and ctx > trained:
+        progress.note(f"note: --ctx {ctx:,} is more than the {trained:,} tokens of the model")
 
 
 def count(completion: Completion, result: JobResult, progress: Progress, source: str) -> None:

@@ -100,7 +100,7 @@ def _plan_line(layout: Layout, context: ContextConfig) -> str:
     if context.pool_cells is not None:
         cells = f"one pool of {context.pool_cells} cells, at most {context.row_cells} for a row"
     if context.num_prefix_slots:
-        cells += f", {_count(context.num_prefix_slots, 'slot')} for prefixes"
+        cells += f", {_count(context.num_prefix_slots, 'slot')} a lane for prefixes"
     flash = "" if context.flash_attention else "; flash attention off"
     return f"{_layout(layout)}; {cells}{flash}; prompts in chunks of {context.chunk}"
 

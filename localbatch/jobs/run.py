@@ -19,6 +19,7 @@ from localbatch.jobs.job import (
     completions,
     count,
     counted,
+    note_long_context,
     refuse_overwriting_input,
     stream_job,
 )
@@ -123,6 +124,7 @@ def _compute(
     if first is None:
         return
     with LLM(config.model, **config.engine) as llm:
+        note_long_context(llm, progress)
         try:
             for completion in completions(llm, itertools.chain([first], rest)):
                 journal.add(resume.entry(completion))
