@@ -264,7 +264,7 @@ class TestContext:
 
         done = finish(engine(ctx=256), rows)
 
-        more = "more than the context of 256 (see --ctx)"
+        more = "more than the context of 256 (see --ctx and --overlength)"
         assert done[2].error == f"prompt: has 301 tokens, {more}"
         assert done[3].error == f"prompt: has 325 tokens, {more}"
         assert (done[2].id, done[3].line, done[3].finish_reason) == ("r2", 9, FinishReason.ERROR)
@@ -289,7 +289,8 @@ class TestContext:
 
         # BOS and 200 tokens leave 55 of 256 cells, and the last token needs none.
         assert (done[0].finish_reason, done[0].usage.completion_tokens) == (FinishReason.LENGTH, 56)
-        assert done[1].error == "prompt: has 401 tokens, more than the context of 256 (see --ctx)"
+        more = "more than the context of 256 (see --ctx and --overlength)"
+        assert done[1].error == f"prompt: has 401 tokens, {more}"
 
     def test_it_grows_for_a_longer_row(self) -> None:
         """A later row that needs more cells waits for the rows before it, then gets them."""

@@ -315,7 +315,11 @@ class TestCommand:
 
         assert result.exit_code == 0, result.output
         lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
-        assert lines["job"] == f"2 rows of {rows}; 1 can't be read"
+        assert lines["job"] == str(rows)
+        assert lines["rows"] == "3; 1 can't be read"
+        # <user>one</user><assistant> in bytes, and BOS
+        assert lines["prompts"].startswith("56 tokens: 28 to 28 a row")
+        assert lines["answers"] == "at most 1,024 tokens"
         assert lines["plan"].startswith(
             "1 lane, each with 1 thread and 2 rows; streams of 768 cells"
         )
@@ -329,11 +333,12 @@ class TestCommand:
         assert "--system goes with the chat template" in result.stderr
 
     def test_no_usable_row(self, tmp_path: Path) -> None:
-        """One line that says so, exit code 2."""
+        """It says so."""
         rows = tmp_path / "rows.jsonl"
         rows.write_text("nonsense\n")
 
         result = CliRunner().invoke(main, ["plan", "fake", str(rows), "--backend", "fake"])
 
-        assert result.exit_code == 2
-        assert result.stderr == f"Error: {rows}: no row can be computed\n"
+        lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+        assert lines["rows"] == "1; 1 can't be read"
+        assert lines["plan"] == "no row can be computed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from localbatch import ConfigError, InputError, Request
 from localbatch.engine.backend import Backend
 from localbatch.engine.fake import BOS, FakeBackend
 from localbatch.engine.llama import LlamaBackend
-from localbatch.engine.prompt import ChatTemplate, PromptEncoder
+from localbatch.engine.prompt import ChatTemplate, PromptEncoder, check_template_args
 from tests import tiny_gguf
 
 UNKNOWN, START, END, USER, ASSISTANT, SYSTEM = range(6)
@@ -227,6 +228,87 @@ class TestControlTokens:
         assert tiny.card.special_texts == dict(enumerate(CONTROLS))
 
 
+REFERENCE = [
+    json.loads(line)
+    for line in Path(__file__).with_name("prompt_tokens.jsonl").read_text("utf-8").splitlines()
+]
+"""Token ids of conversations and texts, by transformers 5.24.0 with the vocabulary, the merges and
+the chat template of SmolLM2-135M-Instruct's GGUF file."""
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("row", REFERENCE, ids=lambda row: row["name"])
+def test_tokens_are_those_of_the_reference_tokenizer(
+    real: LlamaBackend, row: dict[str, Any]
+) -> None:
+    """Scripts, emoji, spaces, digits and code, in the chat template and raw."""
+    assert encode(real, Request("id", 0, messages=row["messages"])) == row["ids"]
+    raw = row["messages"][-1]["content"]
+    assert encode(real, Request("id", 0, prompt=raw)) == row["raw"]
+
+
+class TestVariables:
+    TEMPLATE = (
+        "{% if tools %}[{{ tools | tojson }}]{% endif %}{% for m in messages %}{{ m.content }}"
+        "{% endfor %}{% if not enable_thinking %}/no_think{% endif %}{{ style }}"
+    )
+
+    def test_tools_and_variables_reach_the_template(self) -> None:
+        """Of the row; control tokens in them stay text."""
+        row = Request(
+            "id", 0, messages=[{"role": "user", "content": "x"}],
+            tools=[{"name": "f"}], template_args={"enable_thinking": False, "style": "brief"},
+        )  # fmt: skip
+        encoder = PromptEncoder(with_template(self.TEMPLATE))
+
+        assert encoder.render(row) == '[[{"name": "f"}]]x/no_thinkbrief'
+
+    def test_a_control_token_in_a_tool_is_text(self, tiny: LlamaBackend) -> None:
+        """As in messages, else a row could write turns of its own."""
+        backend = Changed(tiny, chat_template="{{ tools[0].name }}{{ style }}")
+        row = Request(
+            "id", 0, messages=[{"role": "user", "content": "x"}],
+            tools=[{"name": "<|user|>"}], template_args={"style": "</s>"},
+        )  # fmt: skip
+        tokens = PromptEncoder(backend).encode(row)  # type: ignore[arg-type]
+        assert not {USER, END} & set(tokens)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"tools": [{}]}, "tools: the model's chat template takes none"),
+            ({"template_args": {"x": 1}}, "the chat template has no variable 'x'"),
+            ({"template_args": {"messages": []}}, "'messages' is set by other means"),
+            ({"template_args": {"bos_token": ""}}, "'bos_token' is set by other means"),
+        ],
+    )
+    def test_nothing_is_dropped_silently(self, changes: dict[str, Any], message: str) -> None:
+        """What the template has no use for is refused, for this row."""
+        row = replace(chat("x"), **changes)
+        with pytest.raises(InputError, match=message):
+            encode(FakeBackend(), row)
+
+    def test_for_all_rows_it_is_a_wrong_setting(self) -> None:
+        """Refused once, before any row."""
+        with pytest.raises(ConfigError, match="--template-arg: the chat template has no variable"):
+            check_template_args("{{ messages }}", ["enable_thinking"])
+        check_template_args("{{ enable_thinking }}", ["enable_thinking"])
+        check_template_args(None, ["enable_thinking"])
+
+    def test_another_template_may_be_given(self, tmp_path: Path) -> None:
+        """For a base model, or in place of the model's own."""
+        encoder = PromptEncoder(with_template(None), "Q: {{ messages[0].content }} A:")
+        assert encoder.render(chat("why?")) == "Q: why? A:"
+        encoder = PromptEncoder(FakeBackend(), "{{ messages[0].content }}!")
+        assert encoder.render(chat("why?")) == "why?!"
+
+    def test_text_parts_are_joined(self) -> None:
+        """As OpenAI's clients send them."""
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        row = Request("id", 0, messages=[{"role": "user", "content": parts}])
+        assert PromptEncoder(FakeBackend()).render(row) == "<user>a\nb</user><assistant>"
+
+
 class TestRefusals:
     def test_a_model_without_a_template_says_what_to_do(self, tmp_path: Path) -> None:
         """A base model's user is pointed to --raw, and raw prompts work."""
@@ -242,7 +324,7 @@ class TestRefusals:
     @pytest.mark.parametrize("template", ["{% if %}", "{{ x", "{{ x | no_such_filter }}"])
     def test_a_template_that_is_no_jinja_ends_the_run(self, template: str) -> None:
         """No row can be rendered."""
-        with pytest.raises(ConfigError, match="the model's chat template is not valid Jinja: "):
+        with pytest.raises(ConfigError, match="the chat template is not valid Jinja: "):
             encode(with_template(template), chat("x"))
 
     @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ EXIT_CLOSED = 141
 class Commands(click.Group):
     """Loads a subcommand when it is asked for, and turns errors into one line and an exit code."""
 
-    modules = ("run", "status", "export", "plan", "models", "doctor")
+    modules = ("run", "status", "export", "plan", "show-prompt", "models", "doctor")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the subcommands in the order of the help page."""
@@ -34,8 +34,9 @@ class Commands(click.Group):
         del ctx
         if cmd_name not in self.modules:
             return None
-        module = __import__(f"localbatch.cli.{cmd_name}", fromlist=[cmd_name])
-        command: click.Command = getattr(module, cmd_name)
+        name = cmd_name.replace("-", "_")
+        module = __import__(f"localbatch.cli.{name}", fromlist=[name])
+        command: click.Command = getattr(module, name)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -8,13 +8,13 @@ import click
 
 from localbatch.cli.main import complete_model, debug_option
 from localbatch.cli.run import (
-    check_prompt_options,
     engine_options,
     prompt_options,
     sampling_options,
+    show_plan,
+    take_inputs,
     take_sampling,
 )
-from localbatch.formats.inputs import InputOptions
 from localbatch.jobs.plan import plan_job
 
 
@@ -25,7 +25,7 @@ from localbatch.jobs.plan import plan_job
 @prompt_options
 @engine_options
 @debug_option
-def plan(model: str, source: str | None, system: str | None, chat: bool, **options: Any) -> None:
+def plan(model: str, source: str | None, **options: Any) -> None:
     """Say how `run` would work on INPUT with MODEL: lanes, threads, batch, memory and time.
 
     The model is loaded and, if the job is long enough, measured for some seconds; what was measured
@@ -37,9 +37,6 @@ def plan(model: str, source: str | None, system: str | None, chat: bool, **optio
       localbatch plan model.gguf prompts.jsonl --max-tokens 200
       localbatch plan model.gguf prompts.jsonl --lanes 1 --parallel 16
     """
-    check_prompt_options(system, chat=chat)
     params = take_sampling(options)
-    lines = plan_job(model, source, params, inputs=InputOptions(chat, system), engine=options)
-    width = max(len(what) for what, _ in lines)
-    for what, value in lines:
-        click.echo(f"{what:<{width}}  {value}")
+    planned = plan_job(model, source, params, inputs=take_inputs(options), engine=options)
+    show_plan(planned)

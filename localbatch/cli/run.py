@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -16,14 +18,15 @@ from localbatch.cli.main import (
     debug_option,
     terminate_as_interrupt,
 )
-from localbatch.data.config import FlashAttention, KVLayout, Order
+from localbatch.data.config import FlashAttention, KVLayout, Order, Overlength
 from localbatch.data.errors import ConfigError
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.formats.inputs import InputOptions
 from localbatch.formats.outputs import OutputClosedError
 from localbatch.jobs.job import JobConfig
-from localbatch.jobs.progress import summary_line
+from localbatch.jobs.plan import JobPlan, plan_job
+from localbatch.jobs.progress import Progress, summary_line
 from localbatch.jobs.run import run_job
 
 _DEFAULTS = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}
@@ -70,23 +73,65 @@ def sampling_options(command: Any) -> Any:
     return command
 
 
+def template_arg(value: str) -> tuple[str, Any]:
+    """Read `NAME=VALUE`; a value that is JSON is what it says there, any other is text."""
+    name, equals, text = value.partition("=")
+    if not equals or not name.isidentifier():
+        raise click.BadParameter(f"{value!r} is not NAME=VALUE")
+    with contextlib.suppress(ValueError):
+        return name, json.loads(text)
+    return name, text
+
+
 def prompt_options(command: Any) -> Any:
     """Add the options that say how a row's text becomes a prompt."""
-    command = click.option(
-        "--chat/--raw",
-        default=True,
-        show_default=True,
-        help="Put prompts into the model's chat template, or take them as they are.",
-    )(command)
-    return click.option("--system", default=None, help="System message for rows that have none.")(
-        command
-    )
+    options = [
+        click.option("--system", default=None, help="System message for rows that have none."),
+        click.option(
+            "--chat/--raw",
+            default=True,
+            show_default=True,
+            help="Put prompts into the model's chat template, or take them as they are.",
+        ),
+        click.option(
+            "--template-arg",
+            "template_args",
+            multiple=True,
+            metavar="NAME=VALUE",
+            type=template_arg,
+            help="Variable of the chat template, as enable_thinking=false; may be repeated.",
+        ),
+        click.option(
+            "--chat-template",
+            "chat_template",
+            metavar="FILE",
+            type=click.File(encoding="utf-8"),
+            help="Jinja template to use in place of the model's own.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
-def check_prompt_options(system: str | None, *, chat: bool) -> None:
-    """Raise `ConfigError` if the options of `prompt_options` contradict each other."""
-    if system is not None and not chat:
-        raise ConfigError("--system goes with the chat template, not with --raw")
+def take_inputs(options: dict[str, Any]) -> InputOptions:
+    """Take what `prompt_options` added out of a command's options.
+
+    What the engine has to know of it stays. Raises `ConfigError` if options contradict each other.
+    """
+    system, chat = options.pop("system"), options.pop("chat")
+    template_args, file = dict(options.pop("template_args")), options.pop("chat_template")
+    for option, value in [
+        ("--system", system), ("--template-arg", template_args), ("--chat-template", file),
+    ]:  # fmt: skip
+        if value and not chat:
+            raise ConfigError(f"{option} goes with the chat template, not with --raw")
+    if file is not None:
+        try:
+            options["chat_template"] = file.read()
+        except UnicodeDecodeError:
+            raise ConfigError(f"{file.name}: is no text in UTF-8") from None
+    return InputOptions(chat, system, template_args)
 
 
 def engine_options(command: Any) -> Any:
@@ -122,6 +167,13 @@ def engine_options(command: Any) -> Any:
             is_flag=True,
             help="On the CPU, allow faster settings that make answers depend on the batch.",
         ),
+        click.option(
+            "--overlength",
+            type=click.Choice([choice.value for choice in Overlength]),
+            default=Overlength.ERROR.value,
+            show_default=True,
+            help="What becomes of prompts too long for the context: an error, or what is cut out.",
+        ),
         click.option("--gpu-layers", **auto, help="Layers on the GPU; -1 is all, 0 none."),
         click.option(
             "--kv-layout",
@@ -149,6 +201,26 @@ def engine_options(command: Any) -> Any:
     return command
 
 
+def show_plan(planned: JobPlan) -> None:
+    """Print a plan, a line for each thing."""
+    width = max(len(what) for what, _ in planned.lines)
+    for what, value in planned.lines:
+        click.echo(f"{what:<{width}}  {value}")
+
+
+def dry_run(config: JobConfig) -> None:
+    """Print what would be run, and the rows that can't be; ends with the exit code for them."""
+    progress = Progress(quiet=config.quiet)
+    planned = plan_job(
+        config.model, config.source, config.params, inputs=config.inputs, engine=config.engine,
+        note=lambda bad: progress.note(f"{config.source}:{bad.line}: {bad.error}"),
+    )  # fmt: skip
+    progress.close()
+    show_plan(planned)
+    if planned.failed:
+        raise SystemExit(EXIT_ROWS_FAILED)
+
+
 @click.command(short_help="Answer every prompt of a file.")
 @click.argument("model", shell_complete=complete_model)
 @click.argument("source", metavar="INPUT", type=click.Path(allow_dash=True))
@@ -163,6 +235,7 @@ def engine_options(command: Any) -> Any:
 @sampling_options
 @prompt_options
 @engine_options
+@click.option("--dry-run", "only_plan", is_flag=True, help="Check all rows and plan; run none.")
 @click.option("--fresh", is_flag=True, help="Forget what an earlier run of OUTPUT finished.")
 @click.option("--retry-failed", is_flag=True, help="Take the rows again that failed earlier.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar and no summary.")
@@ -171,9 +244,8 @@ def run(
     model: str,
     source: str,
     output: str,
-    system: str | None,
-    chat: bool,
     quiet: bool,
+    only_plan: bool,
     fresh: bool,
     retry_failed: bool,
     **options: Any,
@@ -203,12 +275,12 @@ def run(
     3 some rows failed, 130 interrupted, 141 the reader of the output went away.
     """
     params = take_sampling(options)
-    check_prompt_options(system, chat=chat)
     config = JobConfig(
-        model=model, source=source, output=output, params=params,
-        inputs=InputOptions(chat, system),
+        model=model, source=source, output=output, params=params, inputs=take_inputs(options),
         quiet=quiet, fresh=fresh, retry_failed=retry_failed, engine=options,
     )  # fmt: skip
+    if only_plan:
+        return dry_run(config)
     with terminate_as_interrupt():
         result = run_job(config)
     if isinstance(result.error, OutputClosedError):

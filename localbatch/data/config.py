@@ -43,6 +43,17 @@ class Order(str, Enum):
     """As they come."""
 
 
+class Overlength(str, Enum):
+    """What becomes of a prompt that is too long for its context."""
+
+    ERROR = "error"
+    """Its row fails."""
+    TRUNCATE_LEFT = "truncate-left"
+    """The beginning of its text is left out."""
+    TRUNCATE_MIDDLE = "truncate-middle"
+    TRUNCATE_RIGHT = "truncate-right"
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What the engine runs and with how much of the machine.
@@ -78,6 +89,10 @@ class EngineConfig:
     order: Order = Order.AUTO
     any_numerics: bool = False
     """On the CPU, let the plan take settings that make answers depend on the batch."""
+    overlength: Overlength = Overlength.ERROR
+    """Cut prompts leave room for `max_tokens`, but for no more than half of the context."""
+    chat_template: str | None = None
+    """Source of a Jinja template to use in place of the model's own."""
     metadata_only: bool = False
     """Read what the model says of itself, not its weights; nothing can be computed."""
     fake_step_s: float = 0.0

@@ -24,12 +24,15 @@ from localbatch.engine.messages import (
     Abort,
     Failed,
     Heartbeat,
+    Look,
     Prepare,
     Ready,
     Report,
+    Seen,
     Start,
     Submit,
 )
+from localbatch.engine.preview import Preview
 
 WINDOW = 4096
 """Most rows that are with the worker at one time; more wait in the parent's input."""
@@ -131,6 +134,13 @@ class WorkerClient:
         run = next(self._runs)
         self._send(Prepare(run, requests))
         return [event for event in self._events_of(run) if isinstance(event, Completion)]
+
+    def preview(self, requests: list[Request], *, whole: bool = False) -> list[Preview]:
+        """Return what would become of rows; with `whole`, their text and tokens, too."""
+        self._send(Look(requests, whole))
+        while not isinstance(seen := self._next(HANG_S), Seen):
+            pass  # a report that was under way
+        return seen.previews
 
     def close(self) -> None:
         """End the worker; unfinished rows are lost."""

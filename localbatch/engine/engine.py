@@ -77,7 +77,7 @@ class Engine:
     def __init__(self, backend: Backend, config: EngineConfig) -> None:
         self.backend, self.config = backend, config
         self.streams_text = False
-        self._encoder = PromptEncoder(backend)
+        self.encoder = PromptEncoder(backend, config.chat_template)
         self._queue: deque[Row] = deque()
         self._twins: dict[int, list[Request]] = {}  # by the index of the one that is computed
         self._unfinished: dict[bytes, int] = {}  # what greedy rows ask for: index
@@ -141,14 +141,9 @@ class Engine:
 
     def _take(self, request: Request) -> None:
         """Queue a request, or add it to an equal one if its answer can't be another."""
-        tokens = self._encoder.encode(request)
-        limit = self._longest_row()
-        if len(tokens) > limit:
-            raise InputError(
-                f"has {len(tokens)} tokens, more than the context of {limit} (see --ctx)",
-                field="prompt",
-                code="context_length_exceeded",
-            )
+        tokens, num_cut = self.encoder.encode_fitting(
+            request, self.longest_row(), self.config.overlength
+        )
         unknown = [t for t in request.params.logit_bias if t >= self.backend.card.num_vocab]
         if unknown:
             raise InputError(f"token {unknown[0]} is not in the vocabulary", field="logit_bias")
@@ -158,7 +153,7 @@ class Engine:
             self._twins.setdefault(self._unfinished[key], []).append(request)
             return
         text = TextStream(self.backend.token_bytes, request.params.stop)
-        row = Row(TokenSequence(request, tokens), text, time.perf_counter())
+        row = Row(TokenSequence(request, tokens), text, time.perf_counter(), cut_tokens=num_cut)
         self._queue.append(row)
         if greedy:
             self._keys[request.index] = key
@@ -177,7 +172,7 @@ class Engine:
         """Make the contexts for the rows that wait, as the next step would."""
         at_rest = not self._advancing and not any(lane.has_work for lane in self.lanes)
         if self._queue and at_rest:
-            self._group.fit([row.sequence for row in self._queue], self._longest_row())
+            self._group.fit([row.sequence for row in self._queue], self.longest_row())
             if len(self.lanes) > 1 and self._threads is None:
                 self._threads = ThreadPoolExecutor(thread_name_prefix="lane")
 
@@ -277,9 +272,10 @@ class Engine:
             self._queue = deque(best_order(self._queue, self._wanted_cells))
 
     def _wanted_cells(self, row: Row) -> int:
-        return min(wanted_cells(row.sequence), self._longest_row())
+        return min(wanted_cells(row.sequence), self.longest_row())
 
-    def _longest_row(self) -> int:
+    def longest_row(self) -> int:
+        """Return the most tokens that a row may have, prompt and answer together."""
         longest = self.config.ctx or self.backend.card.max_ctx
         return min(longest, self.config.kv_cells or longest)
 

@@ -55,6 +55,8 @@ class Row:
     first_token: float = 0.0
     failed_alone: bool = False
     """In a step without any other row."""
+    cut_tokens: int = 0
+    """Taken out of its prompt."""
 
 
 def weight_of(sequence: TokenSequence) -> int:
@@ -225,7 +227,7 @@ class Lane:
         assert sequence.finish_reason is not None
         admitted = row.admitted or now
         first = row.first_token or now
-        usage = Usage(sequence.num_prompt, sequence.num_generated)
+        usage = Usage(sequence.num_prompt, sequence.num_generated, cut_tokens=row.cut_tokens)
         self.counters.prompt_tokens += usage.prompt_tokens
         self.counters.completion_tokens += usage.completion_tokens
         return Completion(

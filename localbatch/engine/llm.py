@@ -8,12 +8,13 @@ from enum import Enum
 from types import TracebackType
 from typing import TypeAlias, TypeVar
 
-from localbatch.data.config import EngineConfig, FlashAttention, KVLayout, Order
+from localbatch.data.config import EngineConfig, FlashAttention, KVLayout, Order, Overlength
 from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Completion, Message, Request, RowId, failed_completion
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import ModelCard
 from localbatch.engine.engine import EngineStats, TextPiece
+from localbatch.engine.preview import Preview
 from localbatch.engine.supervisor import Supervisor
 from localbatch.models.catalog import resolve_model
 from localbatch.models.gguf import check_gguf
@@ -55,6 +56,9 @@ class LLM:
         share_prefixes: bool = True,
         order: Order | str = Order.AUTO,
         any_numerics: bool = False,
+        overlength: Overlength | str = Overlength.ERROR,
+        chat_template: str | None = None,
+        metadata_only: bool = False,
         backend: str = "llama",
         debug: bool = False,
     ) -> None:
@@ -69,6 +73,8 @@ class LLM:
             model=path, backend=backend, ctx=ctx, parallel=parallel, threads=threads, lanes=lanes,
             gpu_layers=gpu_layers, kv_layout=layout, kv_cells=kv_cells, flash_attention=flash,
             ubatch=ubatch, share_prefixes=share_prefixes, order=order, any_numerics=any_numerics,
+            overlength=_choice("overlength", Overlength, overlength), chat_template=chat_template,
+            metadata_only=metadata_only,
         )  # fmt: skip
         self._client = Supervisor(self.config, debug=debug)
 
@@ -148,6 +154,10 @@ class LLM:
         Returns the records of rows that can't be computed.
         """
         return self._client.prepare(list(rows))
+
+    def preview(self, rows: Iterable[Request], *, whole: bool = False) -> list[Preview]:
+        """Return what would become of rows: tokens, errors; with `whole`, text and token ids."""
+        return self._client.preview(list(rows), whole=whole)
 
     def close(self) -> None:
         """End the worker process."""

@@ -9,6 +9,7 @@ from localbatch.data.errors import LocalbatchError
 from localbatch.data.request import Completion, Request
 from localbatch.engine.backend import ModelCard
 from localbatch.engine.engine import EngineStats, TextPiece
+from localbatch.engine.preview import Preview
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,21 @@ class Prepare:
 
     run: int
     requests: list[Request]
+
+
+@dataclass(frozen=True)
+class Look:
+    """Say what would become of these rows; with `whole`, their text and tokens, too."""
+
+    requests: list[Request]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What would become of rows."""
+
+    previews: list[Preview]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from localbatch.data.request import Completion, Request, failed_completion
 from localbatch.engine.backend import ModelCard
 from localbatch.engine.client import WorkerClient
 from localbatch.engine.engine import EngineStats, TextPiece
+from localbatch.engine.preview import Preview
 
 HOPELESS = 3
 """Rows that may kill a worker each before any was ever computed; then it isn't the rows' fault."""
@@ -90,6 +91,10 @@ class Supervisor:
     def prepare(self, requests: list[Request]) -> list[Completion]:
         """Plan for rows, and make the contexts; see `WorkerClient.prepare`."""
         return self._client.prepare(requests)
+
+    def preview(self, requests: list[Request], *, whole: bool = False) -> list[Preview]:
+        """Return what would become of rows; see `WorkerClient.preview`."""
+        return self._client.preview(requests, whole=whole)
 
     def close(self) -> None:
         """End the worker; unfinished rows are lost."""

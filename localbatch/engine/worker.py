@@ -29,12 +29,15 @@ from localbatch.engine.messages import (
     Abort,
     Failed,
     Heartbeat,
+    Look,
     Prepare,
     Ready,
     Report,
+    Seen,
     Start,
     Submit,
 )
+from localbatch.engine.preview import preview
 
 _REPORT_EVERY_S = 0.25
 _HEARTBEAT_EVERY_S = 1.0
@@ -122,6 +125,8 @@ def _serve(
                 engine.prepare()
                 _send(outbox, Report(message.run, [*failed], engine.stats))
                 engine.abort()
+            elif isinstance(message, Look):
+                _send(outbox, Seen(preview(engine, message.requests, whole=message.whole)))
             elif isinstance(message, Abort):
                 engine.abort()
                 events.clear()  # they are of the run that was called off

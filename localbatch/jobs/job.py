@@ -14,6 +14,7 @@ from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.engine.llm import LLM
+from localbatch.engine.prompt import check_template_args
 from localbatch.formats.inputs import InputOptions, open_input, read_requests
 from localbatch.formats.outputs import OrderedWriter, OutputClosedError
 from localbatch.jobs.progress import Progress
@@ -91,7 +92,7 @@ def stream_job(config: JobConfig) -> JobResult:
         writer = stack.enter_context(OrderedWriter(config.output))
         llm = stack.enter_context(LLM(config.model, **config.engine))
         progress = stack.enter_context(Progress(quiet=config.quiet))
-        note_long_context(llm, progress)
+        check_model(config, llm, progress)
         rows = read_requests(source, config.params, config.inputs)
         with result.timed():
             for completion in completions(llm, counted(rows, progress.set_total)):
@@ -110,8 +111,10 @@ def completions(llm: LLM, rows: Iterable[Request | Completion]) -> Iterator[Comp
             yield event
 
 
-def note_long_context(llm: LLM, progress: Progress) -> None:
-    """Say so if rows may be longer than what the model was trained for."""
+def check_model(config: JobConfig, llm: LLM, progress: Progress) -> None:
+    """Raise `ConfigError` if settings don't fit the model; say so if they may not be meant."""
+    template = llm.config.chat_template or llm.card.chat_template
+    check_template_args(template, config.inputs.template_args)
     ctx, trained = llm.config.ctx, llm.card.max_ctx
     if ctx is not None and ctx > trained:
         progress.note(f"note: --ctx {ctx:,} is more than the {trained:,} tokens of the model")

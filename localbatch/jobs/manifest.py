@@ -18,7 +18,11 @@ from localbatch.engine.cache import FactCache, fact_key
 from localbatch.formats.inputs import InputOptions
 
 # Answers on the CPU don't depend on the others: lanes, threads, rows at one time, order, pieces.
-_SETTINGS = ("backend", "ctx", "kv_layout", "flash_attention", "any_numerics", "gpu_layers")
+_SETTINGS = (
+    "backend", "ctx", "overlength", "chat_template", "kv_layout", "flash_attention", "any_numerics",
+    "gpu_layers",
+)  # fmt: skip
+_SHOWN_CHARS = 60
 _BLOCK = 1 << 20
 
 
@@ -108,4 +112,5 @@ def _version(package: str) -> str | None:
 
 
 def _shown(value: object) -> str:
-    return "left out" if value is None else json.dumps(value, ensure_ascii=False)
+    text = "left out" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"

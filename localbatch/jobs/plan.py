@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import psutil
 
-from localbatch.data.errors import ConfigError
 from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics
@@ -18,6 +17,7 @@ from localbatch.engine.llm import LLM
 from localbatch.engine.machine import available_memory
 from localbatch.engine.planner import Choice, Layout
 from localbatch.formats.inputs import InputOptions, open_input, read_requests
+from localbatch.jobs.preflight import look_through
 
 _MIB = 1 << 20
 _EXAMPLE_ROWS, _EXAMPLE_WORDS = 100, 150
@@ -29,6 +29,15 @@ _NUMERICS = {
 }
 
 
+class JobPlan(NamedTuple):
+    """What would be run."""
+
+    lines: list[tuple[str, str]]
+    """What it is about, and what there is to say."""
+    failed: int
+    """Rows that will have an error in place of an answer."""
+
+
 def plan_job(
     model: str,
     source: str | None,
@@ -36,32 +45,44 @@ def plan_job(
     *,
     inputs: InputOptions,
     engine: Mapping[str, Any],
-) -> list[tuple[str, str]]:
-    """Return lines of (what, value): what would be run, how, why, in what memory and time.
+    note: Callable[[Completion], object] = lambda bad: None,
+) -> JobPlan:
+    """Return what would be run, how, why, in what memory and time.
 
-    Without a source, an example job is planned. Loads the model and makes the contexts, but
-    computes no row. Raises `LocalbatchError` if the model, the input or the settings won't do.
+    Without a source, an example job is planned. Loads the model, looks through all rows and makes
+    the contexts, but computes no row; `note` is told of the rows that can't be. Raises
+    `LocalbatchError` if the model, the input or the settings won't do.
     """
-    with LLM(model, **engine) as llm:
-        requests, job = _example(params), f"an example: {_EXAMPLE_ROWS} rows"
+    with contextlib.ExitStack() as stack:
+        llm = stack.enter_context(LLM(model, **engine))
+        rows: Iterable[Request | Completion] = _example(params)
         if source is not None:
-            with open_input(source) as opened:
-                rows = read_requests(opened, params, inputs)
-                requests, job = _requests(rows, source)
-        failed = llm.prepare(requests)
-        stats = llm.stats
-        if stats.plan is None or stats.context is None:
-            reason = f": {failed[0].error}" if failed else ""
-            raise ConfigError(f"{source}: no row can be computed{reason}")
-        return [
+            opened = stack.enter_context(open_input(source))
+            rows = read_requests(opened, params, inputs)
+        found = look_through(llm, rows, note)
+        name = f"an example: {_EXAMPLE_ROWS} rows" if source is None else _name(source)
+        llm.prepare(found.first)
+        lines = [
             ("model", f"{llm.card.description}, {model}"),
-            ("job", job + (f"; {len(failed)} can't be computed" if failed else "")),
-            ("plan", _plan_line(stats.plan.layout, stats.context)),
-            ("because", _reason_line(stats.plan)),
-            ("answers", _NUMERICS[stats.numerics or Numerics.VARIES]),
-            ("memory", _memory_line(llm.card, stats)),
-            ("expected", _time_line(stats.plan)),
+            ("job", name),
+            *found.lines(llm.config.overlength),
+            *_engine_lines(llm, len(found.lengths) / max(1, min(len(found.first), WINDOW))),
         ]
+        return JobPlan(lines, found.failed)
+
+
+def _engine_lines(llm: LLM, windows: float) -> list[tuple[str, str]]:
+    """Return how it would be run; a job is planned by its first window of all `windows`."""
+    stats = llm.stats
+    if stats.plan is None or stats.context is None:
+        return [("plan", "no row can be computed")]
+    return [
+        ("plan", _plan_line(stats.plan.layout, stats.context)),
+        ("because", _reason_line(stats.plan)),
+        ("numbers", _NUMERICS[stats.numerics or Numerics.VARIES]),
+        ("memory", _memory_line(llm.card, stats)),
+        ("expected", _time_line(stats.plan, windows)),
+    ]
 
 
 def _example(params: SamplingParams) -> list[Request]:
@@ -72,17 +93,8 @@ def _example(params: SamplingParams) -> list[Request]:
     ]
 
 
-def _requests(rows: Iterable[Request | Completion], source: str) -> tuple[list[Request], str]:
-    """Return the rows of the first window, which the plan is made for, and a line on them."""
-    first = list(itertools.islice(rows, WINDOW))
-    requests = [row for row in first if isinstance(row, Request)]
-    bad = len(first) - len(requests)
-    more = ", the first of the file" if len(first) == WINDOW else ""
-    name = "standard input" if source == "-" else source
-    job = f"{_count(len(requests), 'row')} of {name}{more}" + (
-        f"; {bad} can't be read" if bad else ""
-    )
-    return requests, job
+def _name(source: str) -> str:
+    return "standard input" if source == "-" else source
 
 
 def _count(number: int, what: str) -> str:
@@ -121,7 +133,7 @@ def _memory_line(card: ModelCard, stats: EngineStats) -> str:
     )
 
 
-def _time_line(choice: Choice) -> str:
+def _time_line(choice: Choice, windows: float) -> str:
     if choice.expected_s is None:
         return "not measured"
-    return f"{choice.expected_s:.0f} s if every row runs to its max_tokens"
+    return f"{max(1.0, windows) * choice.expected_s:,.0f} s if every row runs to its max_tokens"

@@ -16,10 +16,10 @@ from localbatch.formats.outputs import check_target, is_file_target, write_lines
 from localbatch.jobs.job import (
     JobConfig,
     JobResult,
+    check_model,
     completions,
     count,
     counted,
-    note_long_context,
     refuse_overwriting_input,
     stream_job,
 )
@@ -124,7 +124,7 @@ def _compute(
     if first is None:
         return
     with LLM(config.model, **config.engine) as llm:
-        note_long_context(llm, progress)
+        check_model(config, llm, progress)
         try:
             for completion in completions(llm, itertools.chain([first], rest)):
                 journal.add(resume.entry(completion))
