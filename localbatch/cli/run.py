@@ -22,6 +22,7 @@ from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.formats.inputs import InputOptions
 from localbatch.formats.outputs import OutputClosedError
+from localbatch.formats.records import OutputStyle
 from localbatch.jobs.job import JobConfig
 from localbatch.jobs.progress import summary_line
 from localbatch.jobs.run import run_job
@@ -87,6 +88,21 @@ def check_prompt_options(system: str | None, *, chat: bool) -> None:
     """Raise `ConfigError` if the options of `prompt_options` contradict each other."""
     if system is not None and not chat:
         raise ConfigError("--system goes with the chat template, not with --raw")
+
+
+def output_style(_ctx: click.Context, _param: click.Parameter, value: str) -> OutputStyle | None:
+    """Read the form of the output; `auto` leaves it to the input."""
+    return None if value == "auto" else OutputStyle(value)
+
+
+style_option = click.option(
+    "--style",
+    type=click.Choice(["auto", *(style.value for style in OutputStyle)]),
+    default="auto",
+    show_default=True,
+    callback=output_style,
+    help="Form of the output; auto: OpenAI's for an OpenAI batch, otherwise localbatch's own.",
+)
 
 
 def engine_options(command: Any) -> Any:
@@ -156,6 +172,7 @@ def engine_options(command: Any) -> Any:
     type=click.Path(allow_dash=True),
     help="JSONL file; - is stdout.",
 )
+@style_option
 @sampling_options
 @prompt_options
 @engine_options
@@ -167,6 +184,7 @@ def run(
     model: str,
     source: str,
     output: str,
+    style: OutputStyle | None,
     system: str | None,
     chat: bool,
     quiet: bool,
@@ -180,10 +198,12 @@ def run(
 
     INPUT is a .txt file with a prompt a line, a .jsonl file with {"prompt": ...} or
     {"messages": [...]} a line, or - for standard input. A .jsonl row may have an "id" and sampling
-    parameters of its own.
+    parameters of its own. A .jsonl file with a "custom_id" and a "body" a line is an OpenAI batch:
+    all lines are checked first, and OUTPUT has OpenAI's form, with OUTPUT.errors.jsonl and
+    OUTPUT.batch.json beside it (a.jsonl has a.errors.jsonl).
 
-    OUTPUT has one JSON object for each row, in the order of the input. A row that can't be
-    answered has an "error" and costs the others nothing.
+    Otherwise OUTPUT has one JSON object for each row, in the order of the input. A row that can't
+    be answered has an "error" and costs the others nothing.
 
     Finished rows are kept beside OUTPUT, in OUTPUT.journal: the same command goes on where a run
     was cut short. A job whose model, settings or finished rows changed is refused.
@@ -202,7 +222,7 @@ def run(
     check_prompt_options(system, chat=chat)
     config = JobConfig(
         model=model, source=source, output=output, params=params,
-        inputs=InputOptions(chat, system),
+        inputs=InputOptions(chat, system), style=style,
         quiet=quiet, fresh=fresh, retry_failed=retry_failed, engine=options,
     )  # fmt: skip
     with terminate_as_interrupt():
