@@ -166,11 +166,16 @@ class _RowReader:
                 return self._batch_request(row, row_id, index, line.number)
             return self._request(row, row_id, index, line.number)
         except InputError as error:
-            code = error.code or (None if error.field else "invalid_json_line")
+            code = error.code or self._code(error)
             return failed_completion(
                 row_id, index, one_line(str(error)), line.number,
                 field=error.field and one_line(error.field), code=code,
             )  # fmt: skip
+
+    def _code(self, error: InputError) -> str | None:
+        if error.field is None:
+            return "invalid_json_line"
+        return "invalid_value" if self.is_batch else None
 
     def _batch_request(self, row: dict[str, Any], row_id: RowId, index: int, line: int) -> Request:
         native = openai_batch.native_row(row)

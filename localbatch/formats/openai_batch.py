@@ -209,7 +209,7 @@ class NativeRow(NamedTuple):
     def renamed(self, error: InputError) -> InputError:
         """Return an error of the row with the name that the body has for the field."""
         name = error.field and self.names.get(error.field, error.field)
-        return InputError(error.message, field=name, code=error.code or "invalid_value")
+        return InputError(error.message, field=name, code=error.code)
 
 
 def native_row(line: Mapping[str, Any]) -> NativeRow:
@@ -256,7 +256,7 @@ def _refuse_values(given: Mapping[str, Any]) -> None:
 
     model, tool_choice = given.get("model"), given.get("tool_choice")
     if "model" in given and not isinstance(model, str):
-        raise InputError("must be a string", field="model", code="invalid_value")
+        raise InputError("must be a string", field="model")
     only("stream", given.get("stream") is False, "false: a batch is not streamed")
     only("stream_options", False, "left out: a batch is not streamed")
     only("echo", given.get("echo") is False, "false")
@@ -276,7 +276,7 @@ def _resolve_aliases(row: dict[str, Any], given: Mapping[str, Any]) -> dict[str,
             continue
         if name in given and given[name] != given[alias]:
             message = f"is another value than {name!r}; give one of them"
-            raise InputError(message, field=alias, code="invalid_value")
+            raise InputError(message, field=alias)
         row.pop(alias, None)
         row[name] = given[alias]
         names[name] = alias
@@ -321,12 +321,12 @@ def _completions_row(given: Mapping[str, Any]) -> dict[str, Any]:
         prompt = prompt[0]
     if not isinstance(prompt, str):
         message = "must be a string or a list of one string; token ids are not supported"
-        raise InputError(message, field="prompt", code="invalid_value")
+        raise InputError(message, field="prompt")
     row: dict[str, Any] = {"prompt": prompt}
     if "logprobs" in given:
         count = given["logprobs"]
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 5:
             message = f"must be a whole number from 0 to 5, not {count!r}"
-            raise InputError(message, field="logprobs", code="invalid_value")
+            raise InputError(message, field="logprobs")
         row |= {"logprobs": True, "top_logprobs": count}
     return row
