@@ -343,7 +343,7 @@ ERROR = '{"message": "too long", "type": "BadRequestError", "param": null, "code
          (None, None)),
         ('"response": {"status_code": 200, "body": {"choices": [{"text": "Hi"}]}}, "error": null',
          ("Hi", None)),
-        # vLLM: error as text, as an error response, and as one of before 0.10
+        # vLLM: error as text, in an error response, and as the flat one of older versions
         ('"response": {"status_code": 400, "request_id": "r", "body": null}, "error": "bad"',
          (None, "bad")),
         (f'"response": {{"status_code": 400, "request_id": "r", "body": null}}, '
