@@ -208,6 +208,14 @@ def test_offsets_are_places_in_the_text(parts: list[str], size: int) -> None:
     assert found["text_offset"] == expected
 
 
+def test_bytes_that_are_no_character_have_a_place_in_the_text() -> None:
+    """The text has a replacement character for them, so what follows starts after it."""
+    logprobs = tuple(TokenLogprob(0, token, -1.0) for token in (b"\xff", b"a"))
+    found = body(answer("\ufffda", logprobs=logprobs), TEXT_JOB)["choices"][0]["logprobs"]
+    assert found["tokens"] == ["bytes:\\xff", "a"]
+    assert found["text_offset"] == [0, 1]
+
+
 # Errors
 
 

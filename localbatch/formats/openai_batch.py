@@ -233,7 +233,6 @@ def native_row(line: Mapping[str, Any]) -> NativeRow:
         row |= _chat_row(given)
     else:
         row |= _completions_row(given)
-        names |= {"top_logprobs": "logprobs"}
     return NativeRow(row, url == COMPLETIONS, names)
 
 

@@ -157,7 +157,7 @@ def _token_lists(tokens: Sequence[Record]) -> dict[str, Any]:
     lists: dict[str, Any] = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
     }  # fmt: skip
-    decoder, offset = codecs.getincrementaldecoder("utf-8")("ignore"), 0
+    decoder, offset = codecs.getincrementaldecoder("utf-8")("replace"), 0
     for token in tokens:
         lists["tokens"].append(_token_name(token))
         lists["token_logprobs"].append(token["logprob"])
