@@ -341,7 +341,8 @@ def test_a_bad_row_is_a_record(line: bytes, message: str, row_id: object) -> Non
         bad, *rest = read(line + ending)
         expected = Completion(row_id, 0, "", FinishReason.ERROR, error=message, line=1)  # type: ignore[arg-type]
         assert bad.error_field is None or message.startswith(f"{bad.error_field}: ")
-        bad = replace(bad, error_field=None)
+        assert (bad.error_field is None) == (bad.error_code == "invalid_json_line")
+        bad = replace(bad, error_field=None, error_code=None)
         assert expected == bad
         assert expected_rest == [type(item) for item in rest]
 

@@ -16,7 +16,7 @@ import pytest
 
 from localbatch.data.errors import JournalError, OutputError
 from localbatch.data.request import Completion, FinishReason, failed_completion
-from localbatch.formats.outputs import record
+from localbatch.formats.records import record
 from localbatch.jobs.journal import Counts, Entry, Journal, RowKind
 from localbatch.jobs.journal_files import JobLock, journal_path, remove_journal
 from tests.test_outputs import file_size_limit

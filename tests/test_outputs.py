@@ -24,9 +24,9 @@ from localbatch.formats.outputs import (
     OutputClosedError,
     check_target,
     is_file_target,
-    record,
     write_lines,
 )
+from localbatch.formats.records import record
 
 OLD = "what was there before\n"
 

@@ -17,6 +17,7 @@ from localbatch.cli.main import main
 from localbatch.data.errors import ConfigError, JournalError, OutputError
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.formats.inputs import InputOptions
+from localbatch.jobs import results as results_module
 from localbatch.jobs import run as run_module
 from localbatch.jobs.job import JobConfig, JobResult
 from localbatch.jobs.journal_files import JobLock, journal_path
@@ -350,7 +351,7 @@ def test_nothing_is_lost_when_the_output_cannot_be_written(
         raise OutputError("out.jsonl: writing failed (No space left on device)")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "write_lines", full)
+        patch.setattr(results_module, "write_lines", full)
         with pytest.raises(OutputError):
             job.run()
     assert not job.output.exists()

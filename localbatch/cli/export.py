@@ -5,7 +5,9 @@ from __future__ import annotations
 import click
 
 from localbatch.cli.main import EXIT_CLOSED, debug_option
+from localbatch.cli.run import style_option
 from localbatch.formats.outputs import OutputClosedError
+from localbatch.formats.records import OutputStyle
 from localbatch.jobs.run import export_job
 
 
@@ -19,8 +21,9 @@ from localbatch.jobs.run import export_job
     type=click.Path(allow_dash=True),
     help="JSONL file; - is stdout.",
 )
+@style_option
 @debug_option
-def export(job: str, output: str) -> None:
+def export(job: str, output: str, style: OutputStyle | None) -> None:
     """Write the rows of JOB that are finished, also while it runs.
 
     JOB is the output of `localbatch run`, or its journal. Rows are in the order of the input; those
@@ -30,9 +33,10 @@ def export(job: str, output: str) -> None:
     Examples:
       localbatch export answers.jsonl | jq -r .text
       localbatch export answers.jsonl.journal -o answers.jsonl
+      localbatch export answers.jsonl --style vllm -o vllm.jsonl
     """
     try:
-        number = export_job(job, output)
+        number = export_job(job, output, style)
     except OutputClosedError:
         raise SystemExit(EXIT_CLOSED) from None
     click.echo(f"{number:,} row{'' if number == 1 else 's'} written", err=True)

@@ -24,6 +24,7 @@ from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.formats.inputs import InputOptions
 from localbatch.formats.outputs import OutputClosedError
+from localbatch.formats.records import OutputStyle
 from localbatch.jobs.job import JobConfig
 from localbatch.jobs.plan import JobPlan, plan_job
 from localbatch.jobs.progress import Progress, summary_line
@@ -134,6 +135,21 @@ def take_inputs(options: dict[str, Any]) -> InputOptions:
     return InputOptions(chat, system, template_args)
 
 
+def output_style(_ctx: click.Context, _param: click.Parameter, value: str) -> OutputStyle | None:
+    """Read the form of the output; `auto` leaves it to the input."""
+    return None if value == "auto" else OutputStyle(value)
+
+
+style_option = click.option(
+    "--style",
+    type=click.Choice(["auto", *(style.value for style in OutputStyle)]),
+    default="auto",
+    show_default=True,
+    callback=output_style,
+    help="Form of the output; auto: OpenAI's for an OpenAI batch, otherwise localbatch's own.",
+)
+
+
 def engine_options(command: Any) -> Any:
     """Add the options that say how much of the machine to use, and how."""
     auto: dict[str, Any] = {"type": integer, "default": None, "show_default": "auto"}
@@ -232,6 +248,7 @@ def dry_run(config: JobConfig) -> None:
     type=click.Path(allow_dash=True),
     help="JSONL file; - is stdout.",
 )
+@style_option
 @sampling_options
 @prompt_options
 @engine_options
@@ -244,6 +261,7 @@ def run(
     model: str,
     source: str,
     output: str,
+    style: OutputStyle | None,
     quiet: bool,
     only_plan: bool,
     fresh: bool,
@@ -256,10 +274,12 @@ def run(
 
     INPUT is a .txt file with a prompt a line, a .jsonl file with {"prompt": ...} or
     {"messages": [...]} a line, or - for standard input. A .jsonl row may have an "id" and sampling
-    parameters of its own.
+    parameters of its own. A .jsonl file with a "custom_id" and a "body" a line is an OpenAI batch:
+    all lines are checked first, and OUTPUT has OpenAI's form, with OUTPUT.errors.jsonl and
+    OUTPUT.batch.json beside it (a.jsonl has a.errors.jsonl).
 
-    OUTPUT has one JSON object for each row, in the order of the input. A row that can't be
-    answered has an "error" and costs the others nothing.
+    Otherwise OUTPUT has one JSON object for each row, in the order of the input. A row that can't
+    be answered has an "error" and costs the others nothing.
 
     Finished rows are kept beside OUTPUT, in OUTPUT.journal: the same command goes on where a run
     was cut short. A job whose model, settings or finished rows changed is refused.
@@ -277,6 +297,7 @@ def run(
     params = take_sampling(options)
     config = JobConfig(
         model=model, source=source, output=output, params=params, inputs=take_inputs(options),
+        style=style,
         quiet=quiet, fresh=fresh, retry_failed=retry_failed, engine=options,
     )  # fmt: skip
     if only_plan:

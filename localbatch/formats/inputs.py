@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TypeAlias
 from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Completion, Message, Request, RowId, failed_completion
 from localbatch.data.sampling_params import PARAMETER_NAMES, SamplingParams
+from localbatch.formats import openai_batch
 from localbatch.formats.lines import Line, ObjectParser, check_value, one_line, read_lines
 
 BadRow: TypeAlias = Completion
@@ -96,7 +97,8 @@ def read_requests(
     A txt row's id is its line number. A jsonl row has `prompt` or `messages`, maybe an `id` (string
     or whole number, no two the same as text; left out: the line number), `tools` and
     `chat_template_kwargs` for the chat template, and any fields of `SamplingParams`, which go
-    before `defaults`; `null` means left out. A bad row has its own id if that could be read,
+    before `defaults`; `null` means left out. If the first object is a line of an OpenAI batch, all
+    rows are (`openai_batch`). A bad row has its own id if that could be read,
     otherwise its line number. A UTF-8 byte order mark is skipped.
 
     Memory holds one line and the ids. Raises `InputError`, with the line, only when reading itself
@@ -137,6 +139,8 @@ class _RowReader:
     format: InputFormat | None
     defaults: SamplingParams
     options: InputOptions
+    is_batch: bool | None = None
+    """Whether rows are lines of an OpenAI batch; the first object tells."""
     parser: ObjectParser = field(default_factory=ObjectParser)
     ids: _SeenIds = field(default_factory=_SeenIds)
 
@@ -151,19 +155,38 @@ class _RowReader:
             if self.format is InputFormat.TXT:
                 return self._request({"prompt": line.text}, row_id, index, line.number)
             row, problem = self.parser.parse(line.text)
-            own_id = _own_id(row)
+            if self.is_batch is None:
+                self.is_batch = openai_batch.is_batch_line(row)
+            own_id = openai_batch.custom_id(row) if self.is_batch else _own_id(row)
             row_id = line.number if own_id is None else own_id
             self.ids.add(own_id, line.number)
             if problem is not None:
                 raise problem
+            if self.is_batch:
+                return self._batch_request(row, row_id, index, line.number)
             return self._request(row, row_id, index, line.number)
         except InputError as error:
+            code = error.code or self._code(error)
             return failed_completion(
                 row_id, index, one_line(str(error)), line.number,
-                field=error.field and one_line(error.field), code=error.code,
+                field=error.field and one_line(error.field), code=code,
             )  # fmt: skip
 
-    def _request(self, row: dict[str, Any], row_id: RowId, index: int, line: int) -> Request:
+    def _code(self, error: InputError) -> str | None:
+        if error.field is None:
+            return "invalid_json_line"
+        return "invalid_value" if self.is_batch else None
+
+    def _batch_request(self, row: dict[str, Any], row_id: RowId, index: int, line: int) -> Request:
+        native = openai_batch.native_row(row)
+        try:
+            return self._request(native.row, row_id, index, line, is_raw=native.is_raw)
+        except InputError as error:
+            raise native.renamed(error) from None
+
+    def _request(
+        self, row: dict[str, Any], row_id: RowId, index: int, line: int, *, is_raw: bool = False
+    ) -> Request:
         for key, value in row.items():
             _check_member(key, value)
         changes = {k: v for k, v in row.items() if k in PARAMETER_NAMES and v is not None}
@@ -174,6 +197,8 @@ class _RowReader:
             _tools(row.get("tools")),
             {**self.options.template_args, **_template_args(row.get("chat_template_kwargs"))},
         )  # fmt: skip
+        if is_raw:
+            return request
         if self.options.chat:
             return replace(request, prompt=None, messages=self._conversation(request))
         if messages is not None:

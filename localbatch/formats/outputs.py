@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from localbatch.data.errors import OutputError
 from localbatch.data.request import Completion
+from localbatch.formats.records import json_line, record
 
 _NAME_CHARS = 40  # of the target's name in the temporary file's: 255 bytes is the usual limit
 
 
 class OutputClosedError(OutputError):
     """Whoever read standard output has stopped reading, as `head` does: end without a word."""
-
-
-def record(completion: Completion) -> dict[str, Any]:
-    """Return the JSON form of a row, its times in seconds."""
-    timings, usage = completion.timings, completion.usage
-    row: dict[str, Any] = {
-        "id": completion.id,
-        "text": None if completion.failed else completion.text,
-        "finish_reason": completion.finish_reason.value,
-    }
-    if completion.failed:
-        row["error"] = {"message": completion.error}
-        if completion.line is not None:
-            row["error"]["line"] = completion.line
-    row["usage"] = {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-    }
-    row["timings"] = {
-        "queue_s": round(timings.queue_s, 6),
-        "prefill_s": round(timings.prefill_s, 6),
-        "decode_s": round(timings.decode_s, 6),
-    }
-    return row
 
 
 def is_file_target(target: str) -> bool:
@@ -85,11 +61,15 @@ class OrderedWriter:
 
     Standard output (`-`), a pipe and a device get each record at its turn. As a context manager it
     closes itself, after an exception with `complete=False`. Raises `OutputError` if the output
-    can't be opened or written; `OutputClosedError` is for a closed pipe.
+    can't be opened or written; `OutputClosedError` is for a closed pipe. `form` makes another
+    object of each record.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(
+        self, target: str, form: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    ) -> None:
         self.num_written = 0
+        self._form = form
         self._next = 0
         self._early: dict[int, bytes] = {}
         self._is_open = True
@@ -100,9 +80,9 @@ class OrderedWriter:
         index = completion.index
         if not self._is_open or index < self._next or index in self._early:
             raise ValueError(f"row {index} came twice, or after the end")
-        line = json.dumps(record(completion), ensure_ascii=False) + "\n"
-        # Python's escape for half a surrogate pair is JSON's, too.
-        self._early[index] = line.encode(errors="backslashreplace")
+        row = record(completion)
+        line = json_line(row if self._form is None else self._form(row)) + "\n"
+        self._early[index] = line.encode()
         while self._next in self._early:
             self._put(self._next)
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from localbatch.data.errors import ConfigError, LocalbatchError
@@ -15,9 +16,13 @@ from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.engine.llm import LLM
 from localbatch.engine.prompt import check_template_args
-from localbatch.formats.inputs import InputOptions, open_input, read_requests
+from localbatch.formats.inputs import InputOptions, read_requests
+from localbatch.formats.openai_output import openai_line, vllm_line
 from localbatch.formats.outputs import OrderedWriter, OutputClosedError
+from localbatch.formats.records import OutputStyle
 from localbatch.jobs.progress import Progress
+from localbatch.jobs.results import batch_facts, batch_job, job_style
+from localbatch.jobs.source import JobSource
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class JobConfig:
     params: SamplingParams = field(default_factory=SamplingParams)
     """For rows that do not say otherwise."""
     inputs: InputOptions = field(default_factory=InputOptions)
+    style: OutputStyle | None = None
+    """Left out: that of the input."""
     quiet: bool = False
     fresh: bool = False
     """Forget what an earlier run of this output finished."""
@@ -84,12 +91,11 @@ class JobResult:
             self.wall_s = time.perf_counter() - started
 
 
-def stream_job(config: JobConfig) -> JobResult:
+def stream_job(config: JobConfig, opened: JobSource) -> JobResult:
     """Write each record at its turn, to standard output, a pipe or a device."""
-    result = JobResult()
+    result, source = JobResult(), opened.input
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(open_input(config.source))
-        writer = stack.enter_context(OrderedWriter(config.output))
+        writer = stack.enter_context(OrderedWriter(config.output, _form(config, opened)))
         llm = stack.enter_context(LLM(config.model, **config.engine))
         progress = stack.enter_context(Progress(quiet=config.quiet))
         check_model(config, llm, progress)
@@ -101,6 +107,19 @@ def stream_job(config: JobConfig) -> JobResult:
         result.numerics = llm.stats.numerics
         writer.close(complete=not result.interrupted and result.error is None)
     return result
+
+
+def _form(
+    config: JobConfig, opened: JobSource
+) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """Return what makes a line of the output of a record, if it is another."""
+    style = job_style(config.style, is_batch=opened.batch is not None)
+    if style is OutputStyle.NATIVE:
+        return None
+    job = batch_job(
+        config.model, batch_facts(opened.batch), chat=config.inputs.chat, created=time.time()
+    )
+    return partial(openai_line if style is OutputStyle.OPENAI else vllm_line, job=job)
 
 
 def completions(llm: LLM, rows: Iterable[Request | Completion]) -> Iterator[Completion]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from localbatch.data.errors import JournalError, LocalbatchError, OutputError
 from localbatch.data.request import Completion
-from localbatch.formats.outputs import record
+from localbatch.formats.records import json_line, record
 from localbatch.jobs.journal_files import APPLICATION_ID, VERSION, make_journal
 
 _SURROUNDINGS = ("unable to open", "readonly", "disk is full", "disk I/O", "locked")
@@ -287,9 +287,7 @@ class Journal:
 
 
 def _row(entry: Entry) -> tuple[int, int, bytes, str, int]:
-    text = json.dumps(record(entry.completion), ensure_ascii=False)
-    # Python's escape for half a surrogate pair is JSON's, too.
-    safe = text.encode(errors="backslashreplace").decode()
+    text = json_line(record(entry.completion))
     return (
-        entry.completion.index, int(entry.kind), entry.fingerprint, safe, zlib.crc32(safe.encode())
+        entry.completion.index, int(entry.kind), entry.fingerprint, text, zlib.crc32(text.encode())
     )  # fmt: skip

@@ -26,6 +26,8 @@ class Resume:
         before = journal.manifest
         if changed := changes(before, manifest) if before else []:
             raise JournalError(f"{self._intro()} another run: {'; '.join(changed)}; {_ADVICE}")
+        if created := before.get("about", {}).get("created"):
+            manifest["about"]["created"] = created
         before_input = before.get("about", {}).get("input_sha256")
         now_input = manifest["about"]["input_sha256"]
         self.has_same_input = now_input is not None and now_input == before_input

@@ -12,7 +12,9 @@ from localbatch.data.errors import ConfigError
 from localbatch.data.request import Completion, Request
 from localbatch.engine.llm import LLM
 from localbatch.formats.inputs import open_input, read_requests
-from localbatch.formats.outputs import check_target, is_file_target, write_lines
+from localbatch.formats.openai_batch import BatchFileError
+from localbatch.formats.outputs import check_target, is_file_target
+from localbatch.formats.records import OutputStyle
 from localbatch.jobs.job import (
     JobConfig,
     JobResult,
@@ -32,7 +34,16 @@ from localbatch.jobs.journal_files import (
 )
 from localbatch.jobs.manifest import make_manifest
 from localbatch.jobs.progress import Progress
+from localbatch.jobs.results import (
+    batch_facts,
+    check_results,
+    job_style,
+    note_end,
+    write_refusal,
+    write_results,
+)
 from localbatch.jobs.resume import Resume
+from localbatch.jobs.source import JobSource, open_source
 from localbatch.models.catalog import resolve_model
 
 
@@ -48,12 +59,37 @@ def run_job(config: JobConfig) -> JobResult:
     Raises `LocalbatchError` if it can't start.
     """
     refuse_overwriting_input(config)
-    if not is_file_target(config.output):
-        if config.fresh or config.retry_failed:
-            raise ConfigError("--fresh and --retry-failed go with a file as the output (-o)")
-        return stream_job(config)
-    refuse_journal_name(config.output)
-    check_target(config.output)
+    is_file = is_file_target(config.output)
+    if is_file:
+        refuse_journal_name(config.output)
+        check_target(config.output)
+    elif config.fresh or config.retry_failed:
+        raise ConfigError("--fresh and --retry-failed go with a file as the output (-o)")
+    asks_batch = config.style is OutputStyle.OPENAI
+    try:
+        with open_source(config.source, is_batch=asks_batch) as source:
+            return _keep_job(config, source) if is_file else stream_job(config, source)
+    except BatchFileError as error:
+        if is_file and (asks_batch or config.style is None):
+            write_refusal(config.output, config.source, config.model, error)
+        raise
+
+
+def export_job(job: str, target: str, style: OutputStyle | None = None) -> int:
+    """Write the output of a job anew from its journal; returns the number of rows."""
+    refuse_journal_name(target)
+    with Journal(journal_path(job), read_only=True) as journal:
+        source = str(journal.manifest.get("about", {}).get("input", ""))
+        with contextlib.suppress(OSError):
+            if target != "-" and os.path.samefile(source, target):
+                raise ConfigError(f"{target}: is the input of this job; name another file")
+        return write_results(journal, target, style)
+
+
+def _keep_job(config: JobConfig, source: JobSource) -> JobResult:
+    """Run a job whose finished rows are kept in a journal."""
+    if job_style(config.style, is_batch=source.batch is not None) is OutputStyle.OPENAI:
+        check_results(config.output, config.source)
     path = journal_path(config.output)
     with JobLock(path):
         if config.fresh:
@@ -62,33 +98,25 @@ def run_job(config: JobConfig) -> JobResult:
         try:
             with Journal(path) as journal:
                 try:
-                    result = _run(config, journal)
+                    result = _run(config, source, journal)
                 finally:
                     num_rows = journal.counts().total
                 if num_rows or not (result.interrupted or result.error):
-                    write_lines(config.output, journal.records())
+                    note_end(journal)
+                    write_results(journal, config.output, config.style)
         finally:
             if num_rows == 0:
                 remove_journal(path)
     return result
 
 
-def export_job(job: str, target: str) -> int:
-    """Write the output of a job anew from its journal; returns the number of rows."""
-    refuse_journal_name(target)
-    with Journal(journal_path(job), read_only=True) as journal:
-        source = str(journal.manifest.get("about", {}).get("input", ""))
-        with contextlib.suppress(OSError):
-            if target != "-" and os.path.samefile(source, target):
-                raise ConfigError(f"{target}: is the input of this job; name another file")
-        return write_lines(target, journal.records())
-
-
-def _run(config: JobConfig, journal: Journal) -> JobResult:
-    result = JobResult()
+def _run(config: JobConfig, opened: JobSource, journal: Journal) -> JobResult:
+    result, source = JobResult(), opened.input
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(open_input(config.source))
         resume = _resume(config, journal)
+        journal.update_manifest({"batch": batch_facts(opened.batch)})
+        if opened.batch is not None:
+            journal.update_manifest({"rows": opened.batch.rows})
         progress = stack.enter_context(Progress(quiet=config.quiet))
         rows = read_requests(source, config.params, config.inputs)
 
