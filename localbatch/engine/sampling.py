@@ -49,9 +49,9 @@ def likelihood(logits: npt.NDArray[np.float32], token: int, top: int) -> Likelih
     Of `token`, and of the `top` likeliest tokens; equal ones are put in the order of their ids.
     """
     shares = logits.astype(np.float64)
-    best = shares.max()
+    best = float(shares.max())
     np.subtract(shares, best, out=shares)
-    log_sum = best + log(np.exp(shares, out=shares).sum())
+    log_sum = best + log(float(np.exp(shares, out=shares).sum()))
     tokens = _top_k(logits, top) if top else np.zeros(0, np.int64)
     tokens = tokens[np.lexsort((tokens, -logits[tokens]))]
     likeliest = [(int(t), float(logits[t]) - log_sum) for t in tokens]
