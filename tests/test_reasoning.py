@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from localbatch import Completion, FinishReason, Request, SamplingParams, TextPiece, Usage
+from localbatch.cli import main
 from localbatch.data.config import EngineConfig
 from localbatch.data.errors import DecodeError
 from localbatch.engine import fake
@@ -24,13 +27,12 @@ from localbatch.engine.reasoning import Splitter, Tags, tags_of
 from localbatch.jobs.job import JobResult
 from localbatch.jobs.progress import reasoning_line
 from localbatch.scheduler.plan import StepPlan
+from tests import tiny_gguf
 from tests.test_engine import finish
 
 THINK = Tags("<think>", "</think>")
 KNOWS = "{% for m in messages %}{{ m.content }}{% endfor %}{# <think></think> #}#"
 OPENS = "{% for m in messages %}{{ m.content }}{% endfor %}%<think>\n\n"
-
-Script = Callable[[pytest.MonkeyPatch, str], None]
 
 
 def backend_of(template: str | None) -> FakeBackend:
@@ -289,3 +291,20 @@ def _fail_once(patch: pytest.MonkeyPatch, backend: FakeBackend, at: int) -> None
         return tokens
 
     patch.setattr(backend, "forward", failing)
+
+
+class TestARun:
+    def test_a_run_warns_of_reasoning_that_eats_the_answer(self, tmp_path: Path) -> None:
+        """One line on standard error, with what to do; none if the reasoning is closed."""
+        model = tmp_path / "m.gguf"
+        tiny_gguf.write(model, template=OPENS)
+        runner = CliRunner()
+        command = ["run", str(model), "-", "--max-tokens", "24", "--ignore-eos", "--lanes", "1"]
+        cut = runner.invoke(main, command, input="one\ntwo\n")
+        closed = runner.invoke(main, [*command, "--max-reasoning-tokens", "4"], input="one\ntwo\n")
+
+        assert (cut.exit_code, closed.exit_code) == (0, 0)
+        assert [json.loads(line)["text"] for line in cut.stdout.splitlines()] == ["", ""]
+        assert cut.stderr.splitlines()[1:] == [reasoning_line(2)]
+        assert all(json.loads(line)["text"] for line in closed.stdout.splitlines())
+        assert "warning" not in closed.stderr
