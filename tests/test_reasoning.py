@@ -218,6 +218,15 @@ class TestEndingInside:
         assert completion.usage.reasoning_tokens == completion.usage.completion_tokens
         assert engine.stats.ended_in_reasoning == 1
 
+    def test_a_row_that_is_called_off_is_not_counted(self) -> None:
+        """Nor one that was only planned for."""
+        engine = Engine(backend_of(OPENS), EngineConfig("m", threads=1, lanes=1))
+        engine.submit([chat()])
+        engine.prepare()
+        engine.abort()
+
+        assert engine.stats.ended_in_reasoning == 0
+
     def test_a_run_counts_and_says_it(self) -> None:
         """Each answer of a row counts; what ended otherwise does not."""
         cut = Completion(0, 0, "", FinishReason.LENGTH, reasoning="hm")

@@ -251,7 +251,8 @@ class Lane:
         first = row.first_token or now
         text = row.text.finish()
         usage = Usage(sequence.num_prompt, sequence.num_generated, row.text.reasoning_tokens)
-        self.counters.ended_in_reasoning += row.text.ended_in_reasoning and error is None
+        answered = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self.counters.ended_in_reasoning += answered and row.text.ended_in_reasoning
         self.counters.prompt_tokens += usage.prompt_tokens
         self.counters.completion_tokens += usage.completion_tokens
         return Completion(
