@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := smollm2-135m
+TEST_MODEL := gemma3-270m
 
 # GCC 12 drops stores to llama.cpp's AMX tile configuration, and the first decode dies of SIGILL.
 # See docs/install.md.
@@ -17,7 +18,7 @@ demo: $(VENV)/.installed model
 	$(BIN)/localbatch run $(MODEL) examples/prompts.jsonl -o answers.jsonl --max-tokens 64 --fresh
 	@$(BIN)/python examples/show.py answers.jsonl
 
-test: $(VENV)/.installed-test model
+test: $(VENV)/.installed-test model test-model
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -40,6 +41,11 @@ docs: $(VENV)/.installed
 .PHONY: model
 model: $(VENV)/.installed
 	@$(BIN)/localbatch models pull $(MODEL)
+
+# Without it, its tests are skipped.
+.PHONY: test-model
+test-model: $(VENV)/.installed
+	-@$(BIN)/localbatch models pull $(TEST_MODEL)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -68,3 +68,15 @@ def smollm2(_own_user_folders: None) -> Path:
     if not path.exists():
         pytest.fail(f"{path} is missing; `make test` fetches it", pytrace=False)
     return path
+
+
+@pytest.fixture(scope="session")
+def gemma(_own_user_folders: None) -> Path:
+    """Return the path of the real Gemma 3 270M; the test is skipped if it is not there.
+
+    It has 262,144 tokens, a SentencePiece vocabulary, and attention in sliding windows.
+    """
+    path = model_path(load_catalog()["gemma3-270m"])
+    if not path.exists():
+        pytest.skip(f"{path} is missing; `make test` fetches it")
+    return path

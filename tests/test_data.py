@@ -275,9 +275,9 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a string, not NoneType"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
-        "messages[0].content",
-        "must be a string, not list",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0]",
+        "must be an object of type 'text'; no other is supported",
     ),
     (
         {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": HALF_A_PAIR}]},

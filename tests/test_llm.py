@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -54,6 +55,17 @@ def test_generate_gives_each_prompt_its_own_settings(fake: LLM) -> None:
     with pytest.raises(ConfigError, match="params: 3 of them, fewer than prompts"):
         fake.generate(["a", "b", "c", "d"], params)
     assert [len(c.token_ids) for c in fake.generate(["a"])] != [0]
+
+
+def test_a_prompt_may_have_several_answers_with_logprobs(fake: LLM) -> None:
+    """They are the completion's choices, the first of them its own text; the others in order."""
+    params = SamplingParams(max_tokens=5, ignore_eos=True, n=3, temperature=1.0, logprobs=True)
+    done = fake.generate(["one", "two"], params)
+    first = fake.generate(["one", "two"], replace(params, n=1))
+
+    assert [[len(choice.token_ids) for choice in c.choices] for c in done] == [[5] * 3] * 2
+    assert [c.choices[:1] for c in done] == [c.choices for c in first]
+    assert all(choice.logprobs for c in done for choice in c.choices)
 
 
 def test_each_completion_comes_as_it_ends(fake: LLM) -> None:

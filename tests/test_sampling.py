@@ -345,12 +345,17 @@ class TestUniform:
         assert len({uniform(*key) for key in keys}) == len(keys)
 
     def test_is_the_same_for_ever(self) -> None:
-        """The number behind a seed, an id and a step must not change with a version.
+        """The number behind a seed, an id, a step and an answer must not change with a version.
 
         The high 53 bits of the little-endian digests that coreutils print:
-        `printf '0\\0row-1\\0000' | b2sum -l 64` and `printf '7\\0003\\00012' | b2sum -l 64`.
+        `printf '0\\0row-1\\0000' | b2sum -l 64`, `printf '7\\0003\\00012' | b2sum -l 64`, and
+        for a row's second answer `printf '0\\0row-1\\0000\\0001' | b2sum -l 64`.
         """
-        digests = {(0, "row-1", 0): "382141a6596c65d2", (7, 3, 12): "008e6f3807a90fc1"}
+        digests = {
+            (0, "row-1", 0): "382141a6596c65d2",
+            (7, 3, 12): "008e6f3807a90fc1",
+            (0, "row-1", 0, 1): "ce38834aed2b3820",
+        }
 
         for key, digest in digests.items():
             number = int.from_bytes(bytes.fromhex(digest), "little")

@@ -9,7 +9,7 @@ import pytest
 
 from localbatch.data.request import FinishReason
 from localbatch.scheduler.scheduler import Scheduler
-from localbatch.scheduler.sequence import Sequence, SequenceStatus
+from localbatch.scheduler.sequence import Likelihood, Sequence, SequenceStatus
 from localbatch.scheduler.slots import SlotPool
 from tests.factories import (
     ANSWER,
@@ -625,3 +625,19 @@ class TestCheckIntegrity:
         scheduler.running.pop()
         with pytest.raises(AssertionError, match="slots in use"):
             scheduler.check_integrity()
+
+
+def test_a_sequence_that_begins_anew_forgets_its_answer() -> None:
+    """Its prompt stays; tokens, likelihoods and what was to be forced on it go."""
+    (sequence,) = create_sequences(1, 5)
+    scheduler = create_scheduler()
+    scheduler.add(sequence)
+    for _ in range(3):
+        run_step(scheduler)
+    sequence.forced = [3]
+    sequence.likelihoods.append(Likelihood(ANSWER, -1.0, ()))
+
+    scheduler.restart([sequence])
+
+    assert sequence.tokens == [1000, 1001, 1002, 1003, 1004]
+    assert (sequence.num_computed, sequence.likelihoods, list(sequence.forced)) == (0, [], [])

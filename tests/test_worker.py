@@ -318,6 +318,21 @@ class TestRuns:
         # More are taken before the worker runs out of them.
         assert at_half_a_window > WINDOW
 
+    def test_the_window_counts_answers(self, worker_client: WorkerClient) -> None:
+        """Of rows with many answers, fewer are taken at one time; each comes back once."""
+
+        def many(index: int) -> Request:
+            params = SamplingParams(max_tokens=1, ignore_eos=True, n=128, temperature=1.0)
+            return Request(index, index, prompt="x", params=params)
+
+        rows = Counted(100, many)
+        done = []
+        for event in worker_client.run(rows):
+            assert rows.taken <= len(done) + WINDOW // 128
+            done.append(event)
+
+        assert [len(c.choices) for c in done if isinstance(c, Completion)] == [128] * 100
+
     def test_rows_that_failed_before_pass_through(self, worker_client: WorkerClient) -> None:
         """However many there are, and also alone."""
 

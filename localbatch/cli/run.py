@@ -27,7 +27,7 @@ from localbatch.formats.outputs import OutputClosedError
 from localbatch.formats.records import OutputStyle
 from localbatch.jobs.job import JobConfig
 from localbatch.jobs.plan import JobPlan, plan_job
-from localbatch.jobs.progress import Progress, summary_line
+from localbatch.jobs.progress import Progress, reasoning_line, summary_line
 from localbatch.jobs.run import run_job
 
 _DEFAULTS = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}
@@ -41,6 +41,13 @@ _SAMPLING = (  # name, type, help
     ("repeat_penalty", float, "Make tokens seen lately less likely; 1 is off."),
     ("presence_penalty", float, "Taken off the logits of tokens seen lately, once; 0 is off."),
     ("frequency_penalty", float, "Taken off the logits of tokens seen lately, each time."),
+    ("n", int, "Answers of each row, each with a random stream of its own."),
+    (
+        "max_reasoning_tokens",
+        int,
+        "Most tokens before a reasoning model's answer; it is cut short.",
+    ),
+    ("top_logprobs", int, "With each token, the likeliest ones in its place; means --logprobs."),
 )
 
 
@@ -54,14 +61,19 @@ def integer(value: str) -> int | None:
 
 def take_sampling(options: dict[str, Any]) -> SamplingParams:
     """Take what `sampling_options` added out of a command's options."""
-    names = [*(name for name, _, _ in _SAMPLING), "stop", "ignore_eos"]
-    return SamplingParams(**{name: options.pop(name) for name in names})
+    names = [*(name for name, _, _ in _SAMPLING), "stop", "ignore_eos", "logprobs"]
+    values = {name: options.pop(name) for name in names}
+    values["logprobs"] = values["logprobs"] or bool(values["top_logprobs"])
+    return SamplingParams(**values)
 
 
 def sampling_options(command: Any) -> Any:
     """Add an option for each sampling parameter; defaults come from `SamplingParams`."""
     command = click.option(
         "--ignore-eos", is_flag=True, help="Go on to --max-tokens whatever the model says."
+    )(command)
+    command = click.option(
+        "--logprobs", is_flag=True, help="Report the log of each token's probability."
     )(command)
     command = click.option(
         "--stop", multiple=True, help="End an answer before this text; may be repeated."
@@ -319,6 +331,8 @@ def run(
             ),
             err=True,
         )
+        if result.ended_in_reasoning:
+            click.echo(reasoning_line(result.ended_in_reasoning), err=True)
         if result.resumed:
             click.echo(f"{result.resumed:,} more were finished by earlier runs", err=True)
     if result.interrupted:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from typing import IO
 
 from localbatch.data.config import EngineConfig
@@ -35,7 +35,7 @@ from localbatch.engine.messages import (
 from localbatch.engine.preview import Preview
 
 WINDOW = 4096
-"""Most rows that are with the worker at one time; more wait in the parent's input."""
+"""Most answers that the worker has to compute at one time; more rows wait in the parent's input."""
 
 HANG_S = 300.0
 """A worker that gets nothing done for so long, while it has rows, is taken for dead. The slowest
@@ -102,14 +102,14 @@ class WorkerClient:
             raise EngineError("another run is going on with this model")
         self._running = True
         run, source = next(self._runs), iter(rows)
-        in_flight, exhausted = 0, False
+        in_flight: dict[int, int] = {}  # answers to compute, by row
+        exhausted = False
         try:
             while True:
-                if not exhausted and in_flight <= WINDOW // 2:
-                    batch = list(itertools.islice(source, WINDOW - in_flight))
-                    exhausted = len(batch) < WINDOW - in_flight
+                if not exhausted and (room := WINDOW - sum(in_flight.values())) >= WINDOW // 2:
+                    batch, exhausted = _take(source, room)
                     requests = [row for row in batch if isinstance(row, Request)]
-                    in_flight += len(requests)
+                    in_flight |= {row.index: _num_answers(row) for row in requests}
                     if requests:
                         self._send(Submit(run, requests, streams_text))
                     yield from (row for row in batch if isinstance(row, Completion))
@@ -118,7 +118,8 @@ class WorkerClient:
                 if not in_flight:
                     continue
                 for event in self._events_of(run):
-                    in_flight -= isinstance(event, Completion)
+                    if isinstance(event, Completion):
+                        del in_flight[event.index]
                     yield event
         finally:
             self._running = False
@@ -218,6 +219,24 @@ class WorkerClient:
         said = [line for line in self._stderr_tail if line.strip()]
         last = f": {said[-1].strip()}" if said else ""
         return f"the worker process ended {how}{last}; `localbatch doctor` tests what works"
+
+
+def _take(
+    source: Iterator[Request | Completion], room: int
+) -> tuple[list[Request | Completion], bool]:
+    """Return rows of so many answers, the last may have more, and whether there are no others."""
+    batch = []
+    for row in source:
+        batch.append(row)
+        room -= _num_answers(row)
+        if room <= 0:
+            return batch, False
+    return batch, True
+
+
+def _num_answers(row: Request | Completion) -> int:
+    """Return how many answers of a row are computed; greedy ones are all the same."""
+    return row.params.n if isinstance(row, Request) and row.params.temperature else 1
 
 
 def _environment() -> dict[str, str]:

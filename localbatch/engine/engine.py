@@ -6,22 +6,20 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from hashlib import blake2b
-
-import numpy as np
+from dataclasses import dataclass
 
 from localbatch.data.config import EngineConfig, KVLayout, Order
 from localbatch.data.errors import InputError
 from localbatch.data.request import Completion, FinishReason, Request, failed_completion
+from localbatch.engine.answers import Answers
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
-from localbatch.engine.lane import Lane, Row, TextPiece, weight_of
+from localbatch.engine.lane import Event, Lane, Row, TextPiece, weight_of
 from localbatch.engine.lanes import LaneGroup, wanted_cells
 from localbatch.engine.order import best_order
 from localbatch.engine.planner import Choice
 from localbatch.engine.prompt import PromptEncoder
+from localbatch.engine.reasoning import ReasoningTexts
 from localbatch.engine.sizing import block_of, chunk_of, context_bytes
-from localbatch.engine.text import TextStream
 from localbatch.scheduler.prefixes import find_prefixes
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 
@@ -44,8 +42,10 @@ class EngineStats:
     steps: int = 0
     prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
-    """Less than `prompt_tokens` by what rows had in common."""
+    """Less than `prompt_tokens`, those of each answer, by what was in common."""
     completion_tokens: int = 0
+    ended_in_reasoning: int = 0
+    """Answers that ended before their reasoning did."""
     decode_s: float = 0.0
     """In the backend, the mean of the lanes."""
     run_s: float = 0.0
@@ -79,12 +79,11 @@ class Engine:
         self.streams_text = False
         self.encoder = PromptEncoder(backend, config.chat_template)
         self._queue: deque[Row] = deque()
-        self._twins: dict[int, list[Request]] = {}  # by the index of the one that is computed
-        self._unfinished: dict[bytes, int] = {}  # what greedy rows ask for: index
-        self._keys: dict[int, bytes] = {}
+        self._answers = Answers()
+        self._texts = ReasoningTexts(backend, config.chat_template)
         self._group = LaneGroup(backend, config)
         self._threads: ThreadPoolExecutor | None = None
-        self._advancing: dict[Future[list[Completion | TextPiece]], Lane] = {}
+        self._advancing: dict[Future[list[Event]], Lane] = {}
 
     @property
     def lanes(self) -> list[Lane]:
@@ -106,6 +105,7 @@ class Engine:
             prompt_tokens=sum(c.prompt_tokens for c in counters),
             computed_prompt_tokens=sum(c.computed_prompt_tokens for c in counters),
             completion_tokens=sum(c.completion_tokens for c in counters),
+            ended_in_reasoning=sum(c.ended_in_reasoning for c in counters),
             decode_s=sum(c.decode_s for c in counters) / lanes,
             run_s=sum(c.run_s for c in counters) / lanes,
             lanes=lanes if context else 0,
@@ -140,33 +140,30 @@ class Engine:
         return failed
 
     def _take(self, request: Request) -> None:
-        """Queue a request, or add it to an equal one if its answer can't be another."""
+        """Queue a row for each answer of a request that must be computed."""
         tokens, num_cut = self.encoder.encode_fitting(
             request, self.longest_row(), self.config.overlength
         )
         unknown = [t for t in request.params.logit_bias if t >= self.backend.card.num_vocab]
         if unknown:
             raise InputError(f"token {unknown[0]} is not in the vocabulary", field="logit_bias")
-        greedy = request.params.temperature == 0 and self.config.share_prefixes
-        key = _digest(tokens, request) if greedy else b""
-        if greedy and self._unfinished.setdefault(key, request.index) != request.index:
-            self._twins.setdefault(self._unfinished[key], []).append(request)
-            return
-        text = TextStream(self.backend.token_bytes, request.params.stop)
-        row = Row(TokenSequence(request, tokens), text, time.perf_counter(), cut_tokens=num_cut)
-        self._queue.append(row)
-        if greedy:
-            self._keys[request.index] = key
+        count = self._answers.expect(request, tokens, once=self.config.share_prefixes)
+        for choice in range(count):
+            sequence = TokenSequence(request, tokens, choice)
+            text = self._texts.make(request, tokens)
+            sequence.forced = text.forced()
+            row = Row(sequence, text, time.perf_counter(), count, cut_tokens=num_cut)
+            self._queue.append(row)
 
     def abort(self) -> list[Completion]:
         """End all rows where they stand; waits for the steps that are being computed."""
         events = self._collect(wait_for_all=True)
-        events += [c for lane in self.lanes for c in lane.abort()]
+        events += [event for lane in self.lanes for event in lane.abort()]
         for row in self._queue:
             row.sequence.finish_reason = FinishReason.ABORTED
-            events.append(self.lanes[0].completion(row))
+            events.append(self.lanes[0].ended(row))
         self._queue.clear()
-        return [event for event in self._with_twins(events) if isinstance(event, Completion)]
+        return [event for event in self._of_rows(events) if isinstance(event, Completion)]
 
     def prepare(self) -> None:
         """Make the contexts for the rows that wait, as the next step would."""
@@ -183,7 +180,7 @@ class Engine:
         idle = [lane for lane in self.lanes if lane not in busy]
         self._assign(idle)
         if len(self.lanes) == 1:
-            return self._with_twins(self.lanes[0].advance())
+            return self._of_rows(self.lanes[0].advance())
         assert self._threads is not None
         self._share_threads(idle)
         for lane in idle:
@@ -191,7 +188,7 @@ class Engine:
                 more = bool(self._queue)
                 future = self._threads.submit(lane.advance, _LONGEST_S, more_rows=more)
                 self._advancing[future] = lane
-        return self._with_twins(self._collect())
+        return self._of_rows(self._collect())
 
     def close(self) -> None:
         """Free the contexts that the engine made."""
@@ -201,9 +198,12 @@ class Engine:
         for lane in self.lanes[1:]:
             lane.backend.close()
 
-    def _collect(self, *, wait_for_all: bool = False) -> list[Completion | TextPiece]:
+    def _of_rows(self, events: list[Event]) -> list[Completion | TextPiece]:
+        return self._answers.collect(events, streams_text=self.streams_text)
+
+    def _collect(self, *, wait_for_all: bool = False) -> list[Event]:
         """Return what lanes report that are through; waits for one of them, or for all."""
-        events: list[Completion | TextPiece] = []
+        events: list[Event] = []
         while self._advancing:
             done, _ = wait(self._advancing, return_when=FIRST_COMPLETED)
             for future in done:
@@ -212,20 +212,6 @@ class Engine:
             if not wait_for_all:
                 break
         return events
-
-    def _with_twins(self, events: list[Completion | TextPiece]) -> list[Completion | TextPiece]:
-        """Answer the rows that ask for the very same as one that ended."""
-        answered: list[Completion | TextPiece] = []
-        for event in events:
-            answered.append(event)
-            if not isinstance(event, Completion):
-                continue
-            self._unfinished.pop(self._keys.pop(event.index, b""), None)
-            for twin in self._twins.pop(event.index, ()):
-                if self.streams_text and event.text:
-                    answered.append(TextPiece(twin.index, event.text))
-                answered.append(replace(event, id=twin.id, index=twin.index, line=twin.line))
-        return answered
 
     def _assign(self, idle: list[Lane]) -> None:
         """Give waiting rows to lanes with room, each to the one with the least to do.
@@ -292,10 +278,3 @@ def _best_lane(room: list[Lane], row: Row) -> Lane:
         if prefix is not None and lane.last_prefix is prefix and near:
             return lane
     return best
-
-
-def _digest(tokens: list[int], request: Request) -> bytes:
-    """Return the same for greedy rows whose answers can't differ."""
-    digest = blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16)
-    digest.update(repr(replace(request.params, seed=0)).encode())
-    return digest.digest()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from localbatch.data.config import SchedulerConfig
 from localbatch.data.errors import DecodeError
-from localbatch.data.request import Completion, FinishReason, Timings, Usage
+from localbatch.data.request import Completion, FinishReason, Timings, TokenLogprob, Usage
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
 from localbatch.engine.sampling import sample
 from localbatch.engine.sizing import block_of
@@ -25,11 +25,22 @@ _ANSWER_WEIGHT = 2
 
 
 class TextPiece(NamedTuple):
-    """New text of a row that is still running."""
+    """New text of a row that is still running: of its first answer, without its reasoning."""
 
     row: int
     """The row's `Request.index`."""
     text: str
+
+
+class Part(NamedTuple):
+    """One answer of a row that has several."""
+
+    choice: int
+    num_parts: int
+    completion: Completion
+
+
+Event: TypeAlias = Completion | Part | TextPiece
 
 
 @dataclass
@@ -40,17 +51,20 @@ class Counters:
     prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
     completion_tokens: int = 0
+    ended_in_reasoning: int = 0
     decode_s: float = 0.0
     run_s: float = 0.0
 
 
 @dataclass
 class Row:
-    """What the engine keeps of a row beside its sequence."""
+    """What the engine keeps of a row's answer beside its sequence."""
 
     sequence: TokenSequence
     text: TextStream
     arrived: float
+    num_parts: int = 1
+    """Answers of its request that are computed, each as a row."""
     admitted: float = 0.0
     first_token: float = 0.0
     failed_alone: bool = False
@@ -128,22 +142,20 @@ class Lane:
         self._opened.add(row.sequence)
         self.last_prefix = row.sequence.prefixes[-1] if row.sequence.prefixes else None
 
-    def abort(self) -> list[Completion]:
+    def abort(self) -> list[Event]:
         """End all rows where they stand."""
         rows, self._rows, self.load = self._rows, {}, 0
         for row in rows.values():
             self._opened.finish(row.sequence, FinishReason.ABORTED)
-        return [self.completion(row) for row in rows.values()]
+        return [self.ended(row) for row in rows.values()]
 
-    def advance(
-        self, longest_s: float = 0.0, *, more_rows: bool = False
-    ) -> list[Completion | TextPiece]:
+    def advance(self, longest_s: float = 0.0, *, more_rows: bool = False) -> list[Event]:
         """Compute a step, or more until there is something to report or the time is over.
 
         With `more_rows`, the lane does not decode in a batch that others could still fill.
         """
         started = time.perf_counter()
-        events: list[Completion | TextPiece] = []
+        events: list[Event] = []
         while self._rows:
             events = self._step()
             self.counters.steps += 1
@@ -159,7 +171,7 @@ class Lane:
         assert self._scheduler is not None, "open() comes first"
         return self._scheduler
 
-    def _step(self) -> list[Completion | TextPiece]:
+    def _step(self) -> list[Event]:
         scheduler = self._opened
         plan = scheduler.schedule()
         self._note_start(plan)
@@ -185,11 +197,11 @@ class Lane:
         rows: Sequence[PlanRow],
         tokens: Sequence[int | None],
         finished: list[TokenSequence],
-    ) -> list[Completion | TextPiece]:
+    ) -> list[Event]:
         """Add new tokens to the texts, end rows whose stop string came, and report."""
         now = time.perf_counter()
         ended_by_token = {id(s) for s in finished if s.finish_reason is FinishReason.STOP}
-        events: list[Completion | TextPiece] = []
+        events: list[Event] = []
         for plan_row, token in zip(rows, tokens, strict=True):
             if token is None:
                 continue
@@ -199,12 +211,13 @@ class Lane:
             if id(sequence) in ended_by_token:
                 continue
             row.text.push(token)
+            sequence.forced = sequence.forced[1:] or row.text.forced()
             if row.text.stopped:
                 if sequence.status is not SequenceStatus.FINISHED:
                     finished.append(sequence)
                 self._opened.finish(sequence, FinishReason.STOP)
-            elif self.streams_text and (piece := row.text.take()):
-                events.append(TextPiece(sequence.request.index, piece))
+            else:
+                events += self._new_text(row)
         if finished:
             self._recover()
         for sequence in finished:
@@ -215,29 +228,61 @@ class Lane:
         self.load -= weight_of(sequence)
         return self._rows.pop(id(sequence))
 
-    def _finish(self, row: Row) -> list[Completion | TextPiece]:
-        completion = self.completion(row)
-        piece = row.text.take() if self.streams_text else ""
-        return [*([TextPiece(completion.index, piece)] if piece else []), completion]
+    def _finish(self, row: Row) -> list[Event]:
+        ended = self.ended(row)
+        return [*self._new_text(row), ended]
 
-    def completion(self, row: Row, error: str | None = None) -> Completion:
+    def _new_text(self, row: Row) -> list[Event]:
+        if not self.streams_text or row.sequence.choice:
+            return []
+        piece = row.text.take()
+        return [TextPiece(row.sequence.request.index, piece)] if piece else []
+
+    def ended(self, row: Row, error: str | None = None) -> Completion | Part:
         """Return the record of an ended row."""
+        completion = self._completion(row, error)
+        if row.num_parts == 1:
+            return completion
+        return Part(row.sequence.choice, row.num_parts, completion)
+
+    def _completion(self, row: Row, error: str | None) -> Completion:
         now = time.perf_counter()
         sequence, request = row.sequence, row.sequence.request
         assert sequence.finish_reason is not None
         admitted = row.admitted or now
         first = row.first_token or now
-        usage = Usage(sequence.num_prompt, sequence.num_generated, cut_tokens=row.cut_tokens)
+        text = row.text.finish()
+        usage = Usage(
+            sequence.num_prompt, sequence.num_generated, row.text.reasoning_tokens, row.cut_tokens
+        )
+        answered = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self.counters.ended_in_reasoning += answered and row.text.ended_in_reasoning
         self.counters.prompt_tokens += usage.prompt_tokens
         self.counters.completion_tokens += usage.completion_tokens
         return Completion(
-            id=request.id, index=request.index, text=row.text.finish(),
+            id=request.id, index=request.index, text=text,
             finish_reason=sequence.finish_reason, usage=usage,
             timings=Timings(admitted - row.arrived, first - admitted, now - first),
             token_ids=tuple(sequence.generated), error=error, line=request.line,
+            reasoning=row.text.reasoning, logprobs=self._logprobs(sequence),
         )  # fmt: skip
 
-    def _isolate(self, plan: StepPlan, error: DecodeError) -> list[Completion | TextPiece]:
+    def _logprobs(self, sequence: TokenSequence) -> tuple[TokenLogprob, ...] | None:
+        """Return those of the generated tokens; the one that ended the answer has one, too."""
+        if not sequence.request.params.logprobs:
+            return None
+        found = []
+        for token, logprob, top in sequence.likelihoods[: sequence.num_generated]:
+            likeliest = tuple(TokenLogprob(t, self._written(t), value) for t, value in top)
+            found.append(TokenLogprob(token, self._written(token), logprob, likeliest))
+        return tuple(found)
+
+    def _written(self, token: int) -> bytes:
+        """Return a token's bytes; a control token's are its name."""
+        name = self.backend.card.special_texts.get(token, "")
+        return self.backend.token_bytes(token) or name.encode()
+
+    def _isolate(self, plan: StepPlan, error: DecodeError) -> list[Event]:
         """Run the rows of a step that could not be computed again, half as many at a time.
 
         A row that fails twice alone ends with the error. So do rows of which some text was shown.
@@ -251,18 +296,19 @@ class Lane:
         self._opened.limit = max(1, len(sequences) // 2)
         for row in rows:
             row.text.clear()
+            row.sequence.forced = row.text.forced()
         return []
 
     def _recover(self) -> None:
         """Let more rows run at one time again."""
         self._opened.limit = min(2 * self._opened.limit, self._opened.config.num_slots)
 
-    def _fail_rows(self, plan: StepPlan, error: DecodeError) -> list[Completion | TextPiece]:
+    def _fail_rows(self, plan: StepPlan, error: DecodeError) -> list[Event]:
         """End the rows of a step that could not be computed; the others go on."""
         self._recover()
-        failed: list[Completion | TextPiece] = []
+        failed: list[Event] = []
         for plan_row in plan.rows:
             self._opened.finish(plan_row.sequence, FinishReason.ERROR)
             row = self._take_out(plan_row.sequence)
-            failed.append(self.completion(row, error=str(error)))
+            failed.append(self.ended(row, error=str(error)))
         return failed

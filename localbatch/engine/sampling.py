@@ -1,8 +1,9 @@
 """Chooses tokens from logits.
 
 Steps and order follow llama.cpp's default chain (common/sampling.cpp): penalties and biases, top-k,
-top-p, min-p, temperature, draw. A row's random numbers are a function of its seed, its id and the
-number of tokens generated, so they are the same in any batch, any order and after any restart.
+top-p, min-p, temperature, draw. An answer's random numbers are a function of the row's seed and id,
+of which of the row's answers it is, and of the number of tokens generated, so they are the same in
+any batch, any order and after any restart.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from localbatch.data.request import RowId
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Logits
 from localbatch.scheduler.plan import PlanRow
+from localbatch.scheduler.sequence import Likelihood
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 
 _NEAR = 12.0
@@ -25,10 +27,35 @@ _NEAR = 12.0
 
 
 def sample(rows: Sequence[PlanRow], logits: Logits) -> list[int]:
-    """Return the next token of each row."""
+    """Return the next token of each row; notes the likelihoods of rows that ask for them."""
+    tokens: list[int]
     if all(row.sequence.request.params.is_greedy for row in rows):
-        return logits.argmax(axis=1).tolist()  # type: ignore[no-any-return]
-    return [sample_row(row.sequence, logits[i]) for i, row in enumerate(rows)]
+        tokens = logits.argmax(axis=1).tolist()
+    else:
+        tokens = [sample_row(row.sequence, logits[i]) for i, row in enumerate(rows)]
+    for i, row in enumerate(rows):
+        sequence = row.sequence
+        if sequence.forced:
+            tokens[i] = sequence.forced[0]
+        if sequence.request.params.logprobs:
+            top = sequence.request.params.top_logprobs
+            sequence.likelihoods.append(likelihood(logits[i], tokens[i], top))
+    return tokens
+
+
+def likelihood(logits: npt.NDArray[np.float32], token: int, top: int) -> Likelihood:
+    """Return natural logs of the softmax of one row's logits, shape (vocabulary,).
+
+    Of `token`, and of the `top` likeliest tokens; equal ones are put in the order of their ids.
+    """
+    shares = logits.astype(np.float64)
+    best = float(shares.max())
+    np.subtract(shares, best, out=shares)
+    log_sum = best + log(float(np.exp(shares, out=shares).sum()))
+    tokens = _top_k(logits, top) if top else np.zeros(0, np.int64)
+    tokens = tokens[np.lexsort((tokens, -logits[tokens]))]
+    likeliest = [(int(t), float(logits[t]) - log_sum) for t in tokens]
+    return Likelihood(token, float(logits[token]) - log_sum, tuple(likeliest))
 
 
 def sample_row(sequence: TokenSequence, logits: npt.NDArray[np.float32]) -> int:
@@ -40,14 +67,19 @@ def sample_row(sequence: TokenSequence, logits: npt.NDArray[np.float32]) -> int:
     if params.temperature == 0.0 or (params.logit_bias and logits.max() == -np.inf):
         return int(logits.argmax())  # with every token banned there is nothing to draw from
     tokens, chances = distribution(logits, params)
-    drawn = uniform(params.seed, request.id, sequence.num_generated) * chances.sum()
+    number = uniform(params.seed, request.id, sequence.num_generated, sequence.choice)
+    drawn = number * chances.sum()
     place = int(np.searchsorted(chances.cumsum(), drawn, side="right"))
     return int(tokens[min(place, len(tokens) - 1)])
 
 
-def uniform(seed: int, row_id: RowId, step: int) -> float:
-    """Return the random number in [0, 1) of a row's `step`-th token."""
-    key = f"{seed}\x00{row_id}\x00{step}".encode("utf-8", "surrogatepass")
+def uniform(seed: int, row_id: RowId, step: int, choice: int = 0) -> float:
+    """Return the random number in [0, 1) of the `step`-th token of a row's answer `choice`.
+
+    The first answer of a row has the stream that it has as the only one.
+    """
+    text = f"{seed}\x00{row_id}\x00{step}" + (f"\x00{choice}" if choice else "")
+    key = text.encode("utf-8", "surrogatepass")
     return (int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 

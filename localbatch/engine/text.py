@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class TextStream:
@@ -28,6 +28,25 @@ class TextStream:
         self._parts: list[str] = []
         self._tail = ""  # the end of the text, where a stop string may still begin
         self._taken = 0  # parts handed out by take()
+
+    @property
+    def reasoning(self) -> str | None:
+        """What a reasoning model wrote before its answer; nothing here."""
+        return None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning."""
+        return 0
+
+    @property
+    def ended_in_reasoning(self) -> bool:
+        """Whether no answer came after the reasoning; for texts that are finished."""
+        return False
+
+    def forced(self) -> Sequence[int]:
+        """Return the tokens that must come next, whatever the model says."""
+        return ()
 
     def push(self, token: int) -> None:
         """Add a token."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from localbatch.data.errors import ConfigError, LocalbatchError
-from localbatch.data.request import Completion, Request
+from localbatch.data.request import Choice, Completion, FinishReason, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.engine.llm import LLM
@@ -60,6 +60,8 @@ class JobResult:
     resumed_failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    ended_in_reasoning: int = 0
+    """Answers that their length cut off before the reasoning had ended."""
     wall_s: float = 0.0
     """From the first row's submission to the last one's end; loading the model is not in it."""
     interrupted: bool = False
@@ -74,6 +76,7 @@ class JobResult:
         self.failed += completion.failed
         self.prompt_tokens += completion.usage.prompt_tokens
         self.completion_tokens += completion.usage.completion_tokens
+        self.ended_in_reasoning += sum(map(_is_cut_in_reasoning, completion.choices))
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -89,6 +92,11 @@ class JobResult:
             self.error = error
         finally:
             self.wall_s = time.perf_counter() - started
+
+
+def _is_cut_in_reasoning(choice: Choice) -> bool:
+    cut = choice.finish_reason is FinishReason.LENGTH
+    return cut and choice.reasoning is not None and not choice.text
 
 
 def stream_job(config: JobConfig, opened: JobSource) -> JobResult:

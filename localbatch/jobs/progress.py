@@ -97,6 +97,15 @@ def summary_line(
     )
 
 
+def reasoning_line(answers: int) -> str:
+    """Return the warning that so many answers were cut off before they began."""
+    one = answers == 1
+    return (
+        f"warning: {answers:,} answer{'' if one else 's'} ended while the model was still "
+        "reasoning; raise --max-tokens, or limit it with --max-reasoning-tokens"
+    )
+
+
 def _per_second(count: int, seconds: float) -> str:
     """Format a speed, with a decimal where it is slow."""
     speed = count / seconds if seconds > 0 else 0.0

@@ -135,8 +135,7 @@ class Scheduler:
                 prefix.num_users += 1
             self._release(sequence, is_sound=False)
             sequence.status = SequenceStatus.WAITING
-            sequence.num_computed = 0
-            del sequence.tokens[sequence.num_prompt :]
+            sequence.begin_anew()
             self.waiting.appendleft(sequence)
 
     def check_integrity(self) -> None:
