@@ -333,6 +333,12 @@ def test_a_bad_body_costs_its_row(data: bytes, field: str, code: str) -> None:
     assert message.isprintable()
 
 
+@pytest.mark.parametrize("data", [line({}, url=[]), line({}, url="/v1/embeddings"), line("x")])
+def test_rows_of_a_file_that_was_not_checked_are_errors(data: bytes) -> None:
+    """What is to be refused as a line is an error where rows are read all the same."""
+    assert failure(data)[:2] == ("body", "invalid_request")
+
+
 def test_an_unknown_parameter_has_a_hint() -> None:
     """A misspelt name is told the one that is like it."""
     expected = "max_completion_token: unknown parameter; did you mean 'max_completion_tokens'?"

@@ -218,7 +218,7 @@ def native_row(line: Mapping[str, Any]) -> NativeRow:
         if key not in _LINE_FIELDS:
             raise _unknown(key, _LINE_FIELDS)
     url, body = line.get("url"), line.get("body")
-    if url not in _FIELDS or not isinstance(body, dict):
+    if not isinstance(url, str) or url not in _FIELDS or not isinstance(body, dict):
         raise InputError("has no known 'url' or no 'body'", field="body", code="invalid_request")
     for key, value in body.items():
         if key not in _FIELDS[url] and (value is not None or key not in _UNSUPPORTED):
