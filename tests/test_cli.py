@@ -139,6 +139,7 @@ def test_a_base_model_is_refused_in_words(tmp_path: Path) -> None:
     [
         ("--parallel", "0", "must be a whole number from 1 to 16384, not 0"),
         ("--ubatch", "33", "must be a multiple of 4, not 33"),
+        ("--lanes", "5", "must be at most one for each row of 4 at a time"),
         ("--kv-cells", "100", "goes with the unified layout only"),
         ("--top-p", "3", "must be above 0 and at most 1, not 3.0"),
     ],
@@ -149,7 +150,8 @@ def test_a_setting_out_of_range_is_named_as_the_option(
     """Not as the field that it is in Python."""
     source = tmp_path / "in.txt"
     source.write_text("x\n")
-    result = run_fake(str(source), option, value)
+    rows = ["--parallel", "4"] if option == "--lanes" else []
+    result = run_fake(str(source), option, value, *rows)
     assert result.exit_code == 2
     assert result.stderr == f"Error: {option}: {message}\n"
 

@@ -309,7 +309,6 @@ class TestRequest:
             {"prompt": "hi"},
             {"prompt": " \u00e9\U0001f600\0"},
             {"messages": [{"role": "user", "content": "hi"}]},
-            {"messages": ({"role": "user", "content": "hi"},)},
             {"messages": [{"role": "assistant", "content": ""}, {"role": "x", "content": "y"}]},
         ],
     )
@@ -317,6 +316,12 @@ class TestRequest:
         """Any text is a prompt; any role is left to the model's chat template."""
         request = Request("a", 0, **arguments)
         assert arguments == {name: getattr(request, name) for name in arguments}
+
+    def test_messages_may_be_any_sequence(self) -> None:
+        """And contents in parts become text, joined by line ends."""
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        request = Request("a", 0, messages=({"role": "user", "content": parts},))
+        assert request.messages == [{"role": "user", "content": "a\nb"}]
 
     def test_survives_the_way_to_the_worker(self) -> None:
         """Requests are pickled on their way to the worker process."""

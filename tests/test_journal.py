@@ -158,7 +158,7 @@ class TestDamage:
     def test_a_foreign_file_is_refused(self, path: Path) -> None:
         """Text, or a database of something else; neither is touched."""
         path.write_text("these are my notes\n" * 100)
-        with pytest.raises(JournalError, match="is damaged"):
+        with pytest.raises(JournalError, match="is no journal, or not any more; move it away"):
             Journal(path)
         assert path.read_text().startswith("these are my notes")
         path.unlink()

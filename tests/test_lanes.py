@@ -118,7 +118,7 @@ class TestSameAnswers:
     @settings(max_examples=60, deadline=None)
     @given(
         lanes=st.integers(1, 4),
-        parallel=st.sampled_from([1, 2, 5, 9, 64]),
+        parallel=st.sampled_from([4, 5, 9, 64]),
         order=st.sampled_from(Order),
         share=st.booleans(),
         streams=st.booleans(),

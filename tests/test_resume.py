@@ -222,6 +222,22 @@ def test_two_runs_of_a_job(job: Job) -> None:
     assert job.run().rows == 12
 
 
+def test_a_link_to_an_output_is_the_same_job(job: Job) -> None:
+    """One output has one journal and one lock, by whatever name it is called."""
+    job.run()
+    link = job.output.with_name("link.jsonl")
+    link.symlink_to(job.output)
+    config = JobConfig(
+        "fake", str(job.source), str(link), SamplingParams(max_tokens=4, ignore_eos=True),
+        quiet=True, engine={"backend": "fake", "threads": 1},
+    )  # fmt: skip
+
+    assert run_job(config).resumed == 12
+    with JobLock(job.journal), pytest.raises(JournalError, match="another run"):
+        run_job(config)
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize("ending", ["", "-wal", ".lock"])
 def test_an_output_is_never_laid_over_a_journal(job: Job, ending: str) -> None:
     """Neither by a run nor by an export; nor is the input overwritten by one."""

@@ -105,7 +105,18 @@ class EngineConfig:
             raise ConfigError(f"backend: must be 'llama' or 'fake', not {self.backend!r}")
         _optional_range("ctx", self.ctx, 8, 2**24)
         _optional_range("lanes", self.lanes, 1, MAX_LANES)
-        _optional_range("parallel", self.parallel, 1, MAX_SLOTS * (self.lanes or MAX_LANES))
+        _optional_range("parallel", self.parallel, 1, MAX_SLOTS * MAX_LANES)
+        lanes, parallel = self.lanes, self.parallel
+        if lanes is not None and parallel is not None:
+            if parallel > MAX_SLOTS * lanes:
+                raise ConfigError(
+                    f"parallel: must be at most {MAX_SLOTS} for each lane, {MAX_SLOTS * lanes} for "
+                    f"{lanes}, not {parallel}"
+                )
+            if lanes > parallel:
+                raise ConfigError(
+                    f"lanes: must be at most one for each row of {parallel} at a time"
+                )
         _optional_range("ubatch", self.ubatch, 32, 2**20)
         _optional_range("threads", self.threads, 1, 512)
         _optional_range("gpu_layers", self.gpu_layers, -1, 10_000)

@@ -228,6 +228,8 @@ class Journal:
         return self._damage(error)
 
     def _damage(self, reason: object) -> JournalError:
+        if "not a database" in str(reason):
+            return JournalError(f"{self.path}: is no journal, or not any more; move it away")
         return JournalError(
             f"{self.path}: is damaged ({' '.join(str(reason).split())}); --fresh starts over, "
             "and what the output file holds stays there until then"

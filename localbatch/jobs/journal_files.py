@@ -27,8 +27,12 @@ _MAGIC = b"SQLite format 3\0"
 
 
 def journal_path(output: str) -> Path:
-    """Return where the journal of an output is; the path of a journal is itself."""
-    return Path(output if output.endswith(SUFFIX) else output + SUFFIX)
+    """Return where the journal of an output is; the path of a journal is itself.
+
+    A link has the journal of what it leads to, so that one output has one journal.
+    """
+    path = os.path.realpath(output) if os.path.islink(output) else output
+    return Path(path if path.endswith(SUFFIX) else path + SUFFIX)
 
 
 class JobLock:
