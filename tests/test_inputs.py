@@ -111,20 +111,24 @@ def test_the_suffix_tells_the_format(tmp_path: Path, name: str, expected: InputF
     assert opened.stream.closed
 
 
-@pytest.mark.parametrize("path", ["a.csv", "a", "a.jsonl.gz", "", ".txt", "folder.txt/a"])
+@pytest.mark.parametrize("path", ["a.xls", "a", "a.gz", "a.pdf.gz", "", ".txt", "folder.txt/a"])
 def test_another_suffix_is_refused(path: str) -> None:
     """The error names the suffixes that are known, whether the file is there or not."""
     with pytest.raises(ConfigError) as caught, open_input(path):
         pass
-    expected = f"{path}: must end in one of .txt, .jsonl, .ndjson, or be '-' for standard input"
+    expected = (
+        f"{path}: must end in one of .txt, .jsonl, .ndjson, .csv, .tsv, .parquet (.gz and .zst may "
+        "follow), be a folder or a pattern like 'notes/*.md', or be '-' for standard input"
+    )
     assert expected == str(caught.value)
 
 
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    """A missing file and a folder are errors of one line that name the path."""
-    missing, folder = tmp_path / "missing.txt", tmp_path / "folder.txt"
-    folder.mkdir()
-    for path, reason in [(missing, "No such file or directory"), (folder, "Is a directory")]:
+    """A missing file and a loop of links are errors of one line that name the path."""
+    missing, loop = tmp_path / "missing.txt", tmp_path / "loop.txt"
+    loop.symlink_to(loop)
+    reasons = ["No such file or directory", "Too many levels of symbolic links"]
+    for path, reason in zip([missing, loop], reasons, strict=True):
         with pytest.raises(ConfigError) as caught, open_input(str(path)):
             pass
         assert f"{path}: can't be opened ({reason}); check the path" == str(caught.value)
@@ -546,10 +550,11 @@ pieces = st.sampled_from(
     [b"\n", b"\r", b"{", b"}", b'"', b'"prompt"', b'"id"', b":", b",", b"[", b"1", b"\\ud800",
      b"NaN", b"-", b"\xef\xbb\xbf", b" ", b"\xc2\xa0"]
 )  # fmt: skip
+LINES = [None, InputFormat.TXT, InputFormat.JSONL]
 soup = st.lists(st.one_of(pieces, st.binary(max_size=3))).map(b"".join)
 
 
-@given(st.one_of(st.binary(), soup), st.sampled_from([None, *InputFormat]), st.booleans())
+@given(st.one_of(st.binary(), soup), st.sampled_from(LINES), st.booleans())
 def test_any_bytes_give_an_item_a_line(
     data: bytes, input_format: InputFormat | None, chat: bool
 ) -> None:

@@ -33,6 +33,7 @@ PLACES = {
     "ctypes": ("engine/binding.py",),
     "click": ("cli/",),
     "tqdm": ("jobs/progress.py", "cli/"),
+    "pyarrow": ("formats/parquet.py",),
 }
 """Library -> the files and folders of the package that may import it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -96,6 +97,19 @@ def template_arg(value: str) -> tuple[str, Any]:
     return name, text
 
 
+def template_text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Return a template, that of a file for `@FILE`."""
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--template: {value[1:]} is no text in UTF-8") from None
+    except OSError as error:
+        reason = error.strerror or "no file"
+        raise ConfigError(f"--template: {value[1:]} can't be read ({reason})") from None
+
+
 def prompt_options(command: Any) -> Any:
     """Add the options that say how a row's text becomes a prompt."""
     options = [
@@ -121,6 +135,22 @@ def prompt_options(command: Any) -> Any:
             type=click.File(encoding="utf-8"),
             help="Jinja template to use in place of the model's own.",
         ),
+        click.option(
+            "--prompt-column",
+            metavar="NAME",
+            help="Column of a table with the prompts. [default: prompt, text, or the only one]",
+        ),
+        click.option(
+            "--id-column",
+            metavar="NAME",
+            help="Column with the ids; '' numbers the rows. [default: id, if it is there]",
+        ),
+        click.option(
+            "--template",
+            metavar="TEXT|@FILE",
+            callback=template_text,
+            help="Jinja template that makes a prompt of each row's columns.",
+        ),
     ]
     for option in reversed(options):
         command = option(command)
@@ -144,7 +174,8 @@ def take_inputs(options: dict[str, Any]) -> InputOptions:
             options["chat_template"] = file.read()
         except UnicodeDecodeError:
             raise ConfigError(f"{file.name}: is no text in UTF-8") from None
-    return InputOptions(chat, system, template_args)
+    own = {name: options.pop(name) for name in ("prompt_column", "id_column", "template")}
+    return InputOptions(chat, system, template_args, **own)
 
 
 def output_style(_ctx: click.Context, _param: click.Parameter, value: str) -> OutputStyle | None:
@@ -152,6 +183,19 @@ def output_style(_ctx: click.Context, _param: click.Parameter, value: str) -> Ou
     return None if value == "auto" else OutputStyle(value)
 
 
+output_option = click.option(
+    "-o",
+    "--output",
+    default="-",
+    metavar="OUTPUT",
+    type=click.Path(allow_dash=True),
+    help="File: .jsonl, .csv, .tsv, .parquet; .gz and .zst pack it. - is JSONL on stdout.",
+)
+answer_column_option = click.option(
+    "--answer-column",
+    metavar="NAME",
+    help="Column of a table that the answers are in. [default: answer]",
+)
 style_option = click.option(
     "--style",
     type=click.Choice(["auto", *(style.value for style in OutputStyle)]),
@@ -252,14 +296,8 @@ def dry_run(config: JobConfig) -> None:
 @click.command(short_help="Answer every prompt of a file.")
 @click.argument("model", shell_complete=complete_model)
 @click.argument("source", metavar="INPUT", type=click.Path(allow_dash=True))
-@click.option(
-    "-o",
-    "--output",
-    default="-",
-    metavar="OUTPUT",
-    type=click.Path(allow_dash=True),
-    help="JSONL file; - is stdout.",
-)
+@output_option
+@answer_column_option
 @style_option
 @sampling_options
 @prompt_options
@@ -274,6 +312,7 @@ def run(
     source: str,
     output: str,
     style: OutputStyle | None,
+    answer_column: str | None,
     quiet: bool,
     only_plan: bool,
     fresh: bool,
@@ -290,8 +329,12 @@ def run(
     all lines are checked first, and OUTPUT has OpenAI's form, with OUTPUT.errors.jsonl and
     OUTPUT.batch.json beside it (a.jsonl has a.errors.jsonl).
 
-    Otherwise OUTPUT has one JSON object for each row, in the order of the input. A row that can't
-    be answered has an "error" and costs the others nothing.
+    INPUT may also be a table (.csv, .tsv, .parquet), or a folder or pattern of text files
+    ('notes/*.md'), each of them a row. Files but .parquet may be packed (.gz, .zst).
+
+    Otherwise OUTPUT has one JSON object for each row, in the order of the input, or is a table by
+    its suffix: that of a table has its columns as they are and the answers. A row that can't be
+    answered has an "error" and costs the others nothing.
 
     Finished rows are kept beside OUTPUT, in OUTPUT.journal: the same command goes on where a run
     was cut short. A job whose model, settings or finished rows changed is refused.
@@ -300,6 +343,9 @@ def run(
     Examples:
       localbatch run smollm2-135m prompts.txt -o answers.jsonl
       localbatch run model.gguf rows.jsonl --temperature 0.8 --seed 7 > answers.jsonl
+      localbatch run model.gguf reviews.csv --prompt-column review -o answered.csv
+      localbatch run model.gguf news.parquet -o out.parquet --template 'Summarize: {{ body }}'
+      localbatch run model.gguf 'notes/*.md' -o answers.csv --template @ask.txt
       echo "Why is the sky blue?" | localbatch run smollm2-135m - | jq -r .text
 
     \b
@@ -309,7 +355,7 @@ def run(
     params = take_sampling(options)
     config = JobConfig(
         model=model, source=source, output=output, params=params, inputs=take_inputs(options),
-        style=style,
+        style=style, answer_column=answer_column,
         quiet=quiet, fresh=fresh, retry_failed=retry_failed, engine=options,
     )  # fmt: skip
     if only_plan:

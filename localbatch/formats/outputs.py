@@ -7,13 +7,14 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from localbatch.data.errors import OutputError
 from localbatch.data.request import Completion
+from localbatch.formats.archives import packer, split_name
 from localbatch.formats.records import json_line, record
 
 _NAME_CHARS = 40  # of the target's name in the temporary file's: 255 bytes is the usual limit
@@ -44,16 +45,31 @@ def write_lines(target: str, lines: Iterable[str]) -> int:
     A file grows under a temporary name beside `target` (`NAME.….part`), so `target` is never
     half-written, and what was there before stays until then and hands on its permissions.
     """
-    sink, number = _open_sink(target), 0
+    number = 0
+
+    def numbered() -> Iterator[bytes]:
+        nonlocal number
+        for number, line in enumerate(lines, 1):  # noqa: B007 - the last one is the result
+            yield line.encode() + b"\n"
+
+    write_bytes(target, numbered())
+    return number
+
+
+def write_bytes(target: str, parts: Iterable[bytes]) -> None:
+    """Replace a file by these bytes, all or none, as `write_lines`; a suffix of it packs them."""
+    _, compression = split_name(target)
+    packed = None if compression is None else packer(compression)
+    sink = _open_sink(target)
     try:
-        for line in lines:
-            sink.put(line.encode() + b"\n")
-            number += 1
+        for part in parts:
+            sink.put(part if packed is None else packed.compress(part))
+        if packed is not None:
+            sink.put(packed.flush())
     except BaseException:
         sink.discard()
         raise
     sink.finish()
-    return number
 
 
 class OrderedWriter:

@@ -39,6 +39,8 @@ class JobConfig:
     inputs: InputOptions = field(default_factory=InputOptions)
     style: OutputStyle | None = None
     """Left out: that of the input."""
+    answer_column: str | None = None
+    """Of a table; left out: `answer`."""
     quiet: bool = False
     fresh: bool = False
     """Forget what an earlier run of this output finished."""

@@ -139,12 +139,16 @@ class Journal:
 
     def records(self) -> Iterator[str]:
         """Yield the JSON records in the order of the input, as they are when this is called."""
+        return (text for _, text in self.numbered_records())
+
+    def numbered_records(self) -> Iterator[tuple[int, str]]:
+        """Yield the records with their places in the input, from 0."""
         try:
             rows = self._reader.execute("SELECT number, record, crc FROM rows ORDER BY number")
             for number, text, crc in rows:
                 if zlib.crc32(text.encode()) != crc:
                     raise self._damage(f"row {number + 1} is not what it was")
-                yield text
+                yield number, text
         except sqlite3.Error as error:
             raise self._read_failure(error) from None
 

@@ -15,7 +15,9 @@ from localbatch._version import __version__
 from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.cache import FactCache, fact_key
+from localbatch.formats.folder import is_folder
 from localbatch.formats.inputs import InputOptions
+from localbatch.formats.sources import can_be_read_again, folder_sha256
 
 # Answers on the CPU don't depend on the others: lanes, threads, rows at one time, order, pieces.
 _SETTINGS = (
@@ -45,13 +47,16 @@ def make_manifest(
         "--raw": not inputs.chat,
         "--system": inputs.system,
         "--template-arg": dict(inputs.template_args),
+        "--prompt-column": inputs.prompt_column,
+        "--id-column": inputs.id_column,
+        "--template": inputs.template,
         **{f"--{name.replace('_', '-')}": value for name, value in asdict(params).items()},
         **{f"--{name.replace('_', '-')}": engine.get(name) for name in _SETTINGS},
     }
     about = {
         "model": model,
         "input": source,
-        "input_sha256": _sha256(source) if Path(source).is_file() else None,
+        "input_sha256": input_sha256(source),
         "localbatch": __version__,
         "created": time.time(),
     }
@@ -88,6 +93,13 @@ def fingerprint(row: Request | Completion) -> bytes:
         ]  # fmt: skip
     text = json.dumps(asked, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def input_sha256(source: str) -> str | None:
+    """Return the SHA-256 of a file, or of all files of a folder; `None` for a pipe."""
+    if not can_be_read_again(source):
+        return None
+    return folder_sha256(source) if is_folder(source) else _sha256(source)
 
 
 def _sha256(path: str) -> str:

@@ -28,7 +28,9 @@ from localbatch.formats.openai_output import (
 )
 from localbatch.formats.outputs import check_target, is_file_target, write_lines
 from localbatch.formats.records import OutputStyle, json_line
+from localbatch.formats.tables_out import table_format
 from localbatch.jobs.journal import Journal
+from localbatch.jobs.tables import write_job_table
 
 
 class ResultFiles(NamedTuple):
@@ -89,12 +91,18 @@ def note_end(journal: Journal) -> None:
         journal.update_manifest({"completed": {"at": time.time(), "counts": list(counts)}})
 
 
-def write_results(journal: Journal, target: str, style: OutputStyle | None) -> int:
+def write_results(
+    journal: Journal, target: str, style: OutputStyle | None, answer_column: str | None = None
+) -> int:
     """Write the output of a job; returns the number of its rows.
+
+    The target's suffix may ask for a table; `answer_column` is the one that its answers are in.
 
     In OpenAI's form a file has two beside it: the rows that failed, if any, and the batch object.
     Elsewhere all rows go into one stream. Each file is replaced whole.
     """
+    if table_format(target) is not None:
+        return write_job_table(journal, target, answer_column)
     manifest = journal.manifest
     style = job_style(style, is_batch=bool(manifest.get("batch")))
     if style is OutputStyle.NATIVE:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 from localbatch.data.errors import ConfigError
 from localbatch.data.request import Completion, Request
@@ -15,6 +14,8 @@ from localbatch.formats.inputs import open_input, read_requests
 from localbatch.formats.openai_batch import BatchFileError
 from localbatch.formats.outputs import check_target, is_file_target
 from localbatch.formats.records import OutputStyle
+from localbatch.formats.sources import can_be_read_again
+from localbatch.formats.tables_out import table_format
 from localbatch.jobs.job import (
     JobConfig,
     JobResult,
@@ -44,6 +45,7 @@ from localbatch.jobs.results import (
 )
 from localbatch.jobs.resume import Resume
 from localbatch.jobs.source import JobSource, open_source
+from localbatch.jobs.tables import check_columns, check_table, refuse_output_in_input, table_facts
 from localbatch.models.catalog import resolve_model
 
 
@@ -59,6 +61,9 @@ def run_job(config: JobConfig) -> JobResult:
     Raises `LocalbatchError` if it can't start.
     """
     refuse_overwriting_input(config)
+    refuse_output_in_input(config.output, config.source)
+    check_table(config.output, config.style, config.answer_column)
+    check_columns(config.output, config.source, config.answer_column)
     is_file = is_file_target(config.output)
     if is_file:
         refuse_journal_name(config.output)
@@ -67,7 +72,9 @@ def run_job(config: JobConfig) -> JobResult:
         raise ConfigError("--fresh and --retry-failed go with a file as the output (-o)")
     asks_batch = config.style is OutputStyle.OPENAI
     try:
-        with open_source(config.source, is_batch=asks_batch) as source:
+        with open_source(
+            config.source, is_batch=asks_batch, has_batches=not config.inputs.is_free_form
+        ) as source:
             return _keep_job(config, source) if is_file else stream_job(config, source)
     except BatchFileError as error:
         if is_file and (asks_batch or config.style is None):
@@ -75,7 +82,9 @@ def run_job(config: JobConfig) -> JobResult:
         raise
 
 
-def export_job(job: str, target: str, style: OutputStyle | None = None) -> int:
+def export_job(
+    job: str, target: str, style: OutputStyle | None = None, answer_column: str | None = None
+) -> int:
     """Write the output of a job anew from its journal; returns the number of rows."""
     refuse_journal_name(target)
     with Journal(journal_path(job), read_only=True) as journal:
@@ -83,12 +92,14 @@ def export_job(job: str, target: str, style: OutputStyle | None = None) -> int:
         with contextlib.suppress(OSError):
             if target != "-" and os.path.samefile(source, target):
                 raise ConfigError(f"{target}: is the input of this job; name another file")
-        return write_results(journal, target, style)
+        check_table(target, style, answer_column)
+        return write_results(journal, target, style, answer_column)
 
 
 def _keep_job(config: JobConfig, source: JobSource) -> JobResult:
     """Run a job whose finished rows are kept in a journal."""
-    if job_style(config.style, is_batch=source.batch is not None) is OutputStyle.OPENAI:
+    style = job_style(config.style, is_batch=source.batch is not None)
+    if style is OutputStyle.OPENAI and table_format(config.output) is None:
         check_results(config.output, config.source)
     path = journal_path(config.output)
     with JobLock(path):
@@ -103,7 +114,7 @@ def _keep_job(config: JobConfig, source: JobSource) -> JobResult:
                     num_rows = journal.counts().total
                 if num_rows or not (result.interrupted or result.error):
                     note_end(journal)
-                    write_results(journal, config.output, config.style)
+                    write_results(journal, config.output, config.style, config.answer_column)
         finally:
             if num_rows == 0:
                 remove_journal(path)
@@ -114,7 +125,8 @@ def _run(config: JobConfig, opened: JobSource, journal: Journal) -> JobResult:
     result, source = JobResult(), opened.input
     with contextlib.ExitStack() as stack:
         resume = _resume(config, journal)
-        journal.update_manifest({"batch": batch_facts(opened.batch)})
+        table = table_facts(config.source, config.answer_column)
+        journal.update_manifest({"batch": batch_facts(opened.batch), "table": table})
         if opened.batch is not None:
             journal.update_manifest({"rows": opened.batch.rows})
         progress = stack.enter_context(Progress(quiet=config.quiet))
@@ -177,7 +189,7 @@ def _resume(config: JobConfig, journal: Journal) -> Resume:
     )
     resume = Resume(journal, manifest, config.output)
     journal.forget([RowKind.UNREADABLE, *([RowKind.FAILED] if config.retry_failed else [])])
-    if journal.counts().total and not resume.has_same_input and Path(config.source).is_file():
+    if journal.counts().total and not resume.has_same_input and can_be_read_again(config.source):
         with open_input(config.source) as source:
             rows = read_requests(source, config.params, config.inputs)
             resume.check(rows)

@@ -22,15 +22,17 @@ class JobSource:
 
 
 @contextlib.contextmanager
-def open_source(path: str, *, is_batch: bool = False) -> Iterator[JobSource]:
+def open_source(
+    path: str, *, is_batch: bool = False, has_batches: bool = True
+) -> Iterator[JobSource]:
     """Open an input; an OpenAI batch is read to its end, and then again from its start.
 
     A pipe is kept in a temporary file for that, as far as it was read. With `is_batch` an input
-    without rows is an error. Raises `ConfigError` if it can't be opened, and `BatchFileError` for a
-    batch with lines that are no requests.
+    without rows is an error; without `has_batches` no input is a batch. Raises `ConfigError` if it
+    can't be opened, and `BatchFileError` for a batch with lines that are no requests.
     """
     with open_input(path) as source, contextlib.ExitStack() as stack:
-        if source.format is InputFormat.TXT:
+        if not has_batches or source.format not in (None, InputFormat.JSONL):
             yield JobSource(source)
             return
         stream = source.stream
