@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from localbatch.cli.main import EXIT_CLOSED, debug_option
-from localbatch.cli.run import answer_column_option, output_option, style_option
+from localbatch.cli.options import answer_column_option, output_option, style_option
 from localbatch.formats.outputs import OutputClosedError
 from localbatch.formats.records import OutputStyle
 from localbatch.jobs.run import export_job

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from localbatch.cli.main import complete_model, debug_option
-from localbatch.cli.run import (
+from localbatch.cli.options import (
     engine_options,
     prompt_options,
     sampling_options,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from localbatch.data.errors import ConfigError, LocalbatchError
@@ -20,9 +21,10 @@ from localbatch.formats.inputs import InputOptions, read_requests
 from localbatch.formats.openai_output import openai_line, vllm_line
 from localbatch.formats.outputs import OrderedWriter, OutputClosedError
 from localbatch.formats.records import OutputStyle
+from localbatch.jobs.preflight import MOST_BYTES, look_through
 from localbatch.jobs.progress import Progress
 from localbatch.jobs.results import batch_facts, batch_job, job_style
-from localbatch.jobs.source import JobSource
+from localbatch.jobs.source import JobSource, open_source
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def stream_job(config: JobConfig, opened: JobSource) -> JobResult:
         llm = stack.enter_context(LLM(config.model, **config.engine))
         progress = stack.enter_context(Progress(quiet=config.quiet))
         check_model(config, llm, progress)
+        announce(config, llm, progress)
         rows = read_requests(source, config.params, config.inputs)
         with result.timed():
             for completion in completions(llm, counted(rows, progress.set_total)):
@@ -130,6 +133,25 @@ def _form(
         config.model, batch_facts(opened.batch), chat=config.inputs.chat, created=time.time()
     )
     return partial(openai_line if style is OutputStyle.OPENAI else vllm_line, job=job)
+
+
+def announce(
+    config: JobConfig,
+    llm: LLM,
+    progress: Progress,
+    is_finished: Callable[[int], bool] = lambda index: False,
+) -> None:
+    """Say what the rows that are to be computed come to; of large inputs `--dry-run` does.
+
+    They are read twice, so it is not for pipes.
+    """
+    path = Path(config.source)
+    if config.quiet or not path.is_file() or path.stat().st_size > MOST_BYTES:
+        return
+    with open_source(config.source, has_batches=False) as source:
+        rows = read_requests(source.input, config.params, config.inputs)
+        found = look_through(llm, (row for row in rows if not is_finished(row.index)))
+    progress.note(found.summary())
 
 
 def completions(llm: LLM, rows: Iterable[Request | Completion]) -> Iterator[Completion]:

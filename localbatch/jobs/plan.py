@@ -16,8 +16,9 @@ from localbatch.engine.engine import EngineStats
 from localbatch.engine.llm import LLM
 from localbatch.engine.machine import available_memory
 from localbatch.engine.planner import Choice, Layout
-from localbatch.formats.inputs import InputOptions, open_input, read_requests
+from localbatch.formats.inputs import InputOptions, read_requests
 from localbatch.jobs.preflight import look_through
+from localbatch.jobs.source import open_source
 
 _MIB = 1 << 20
 _EXAMPLE_ROWS, _EXAMPLE_WORDS = 100, 150
@@ -57,8 +58,8 @@ def plan_job(
         llm = stack.enter_context(LLM(model, **engine))
         rows: Iterable[Request | Completion] = _example(params)
         if source is not None:
-            opened = stack.enter_context(open_input(source))
-            rows = read_requests(opened, params, inputs)
+            opened = stack.enter_context(open_source(source, has_batches=not inputs.is_free_form))
+            rows = read_requests(opened.input, params, inputs)
         found = look_through(llm, rows, note)
         name = f"an example: {_EXAMPLE_ROWS} rows" if source is None else _name(source)
         llm.prepare(found.first)

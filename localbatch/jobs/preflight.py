@@ -55,6 +55,23 @@ class Preflight:
             told.append(("answers", self._answers_line()))
         return told
 
+    def summary(self) -> str:
+        """Return what there is to say in one line."""
+        rows = f"{self.rows:,} row{'' if self.rows == 1 else 's'}"
+        if self.failed:
+            rows += f", {self.failed:,} of them can't be computed"
+        if not self.lengths:
+            return rows
+        lengths = np.frombuffer(self.lengths, np.int64)
+        prompts = (
+            f"{lengths.sum():,} tokens of prompts ({lengths.min():,} to {lengths.max():,} a row"
+        )
+        if self.shared_tokens:
+            prompts += f"; {self.shared_tokens:,} are common beginnings"
+        if self.cut:
+            prompts += f"; {self.cut:,} rows are cut to fit"
+        return f"{rows}: {prompts}), at most {self.answer_tokens:,} of answers"
+
     def _rows_line(self, overlength: Overlength) -> str:
         parts = [f"{self.rows:,}"]
         if self.unreadable:
@@ -84,6 +101,10 @@ class Preflight:
         if self.short_of_room:
             line += f"; in {self.short_of_room:,} rows the context may be full before"
         return line
+
+
+MOST_BYTES = 16 << 20
+"""Size of an input that is looked through at the start of a run; it takes some seconds."""
 
 
 def look_through(

@@ -19,6 +19,7 @@ from localbatch.formats.tables_out import table_format
 from localbatch.jobs.job import (
     JobConfig,
     JobResult,
+    announce,
     check_model,
     completions,
     count,
@@ -165,6 +166,7 @@ def _compute(
         return
     with LLM(config.model, **config.engine) as llm:
         check_model(config, llm, progress)
+        announce(config, llm, progress, lambda index: journal.find(index) is not None)
         try:
             for completion in completions(llm, itertools.chain([first], rest)):
                 journal.add(resume.entry(completion))

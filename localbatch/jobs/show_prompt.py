@@ -11,7 +11,8 @@ from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.llm import LLM
 from localbatch.engine.preview import Preview
-from localbatch.formats.inputs import InputOptions, open_input, read_requests
+from localbatch.formats.inputs import InputOptions, read_requests
+from localbatch.jobs.source import open_source
 
 
 def show_prompt(
@@ -28,8 +29,8 @@ def show_prompt(
     No weights are loaded. Raises `ConfigError` if there is no such row or it has no prompt.
     """
     with contextlib.ExitStack() as stack:
-        opened = stack.enter_context(open_input(source))
-        row = _find(read_requests(opened, params, inputs), row_id, source)
+        opened = stack.enter_context(open_source(source, has_batches=not inputs.is_free_form))
+        row = _find(read_requests(opened.input, params, inputs), row_id, source)
         if isinstance(row, Completion):
             raise ConfigError(f"{source}:{row.line}: {row.error}")
         llm = stack.enter_context(LLM(model, **engine, metadata_only=True))
