@@ -365,7 +365,7 @@ def test_a_column_twice_may_only_be_passed_on(tmp_path: Path) -> None:
 def test_dialects(tmp_path: Path, delimiter: str, end: str) -> None:
     """The delimiter is the one that the header has most of, outside of quotes."""
     path = tmp_path / "in.csv"
-    rows = [["id", "a, b; c|d\n|", "text"], ["1", "x", "one\ntwo"], ["2", ";", 'a "b"']]
+    rows = [["id", "a,,,, b;;;; c||||\n|d", "text"], ["1", "x", "one\ntwo"], ["2", ";", 'a "b"']]
     path.write_bytes(csv_bytes(rows, delimiter=delimiter, lineterminator=end, bom=True, quoting=1))
     assert prompts(path) == [("1", "one\ntwo"), ("2", 'a "b"')]
 
