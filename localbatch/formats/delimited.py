@@ -9,13 +9,14 @@ import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from localbatch.data.errors import ConfigError, InputError
 from localbatch.formats.lines import MAX_LINE_BYTES
 
 TAB = "\t"
 _DELIMITERS = ",;\t|"
+_MOST_HEADER_LINES = 100
 _QUOTED = re.compile(r'"(?:[^"]|"")*(?:"|$)')
 
 
@@ -51,9 +52,10 @@ class CsvReader:
     def __init__(self, stream: BinaryIO, name: str, *, has_tabs: bool = False) -> None:
         self._name = name
         self._text = io.TextIOWrapper(
-            stream, encoding="utf-8", errors="surrogateescape", newline=""
+            cast(BinaryIO, _Lent(stream)), encoding="utf-8", errors="surrogateescape", newline=""
         )
         self._line = 0
+        self._ahead: list[tuple[int, str]] = []
         self.before = ""
         """What stands before the header: a byte order mark, blank lines."""
         first = self._next_line()
@@ -62,25 +64,36 @@ class CsvReader:
             first = self._next_line()
         self.before += "\ufeff" if first.startswith("\ufeff") else ""
         first = first.removeprefix("\ufeff")
-        self._check_head(first)
-        self.delimiter = TAB if has_tabs else _delimiter(first)
+        if not first:
+            raise ConfigError(f"{name}: is empty; its first line must name the columns")
+        if first.startswith(("\udcff\udcfe", "\udcfe\udcff")):
+            raise ConfigError(f"{name}: is UTF-16; save it as UTF-8")
+        self.delimiter = TAB if has_tabs else _delimiter(first + self._look_ahead(first))
         self.header = self._record(first)
         """Names of the columns."""
+        self._check_header()
 
     def __iter__(self) -> Iterator[CsvRecord]:
         """Yield the rows after the header, blank lines too."""
         while line := self._next_line():
             yield self._record(line)
 
-    def _check_head(self, first: str) -> None:
-        if not first:
-            raise ConfigError(f"{self._name}: is empty; its first line must name the columns")
-        if first.startswith(("\udcff\udcfe", "\udcfe\udcff")):
-            raise ConfigError(f"{self._name}: is UTF-16; save it as UTF-8")
-        if (bad := bad_byte(first)) is not None:
+    def _check_header(self) -> None:
+        if self.header.is_open:
+            raise ConfigError(f"{self._name}: its header has a quote that is never closed")
+        if (bad := bad_byte(self.header.raw)) is not None:
             raise ConfigError(
                 f"{self._name}: its header is not UTF-8: byte 0x{bad:02x}; save it as UTF-8"
             )
+
+    def _look_ahead(self, first: str) -> str:
+        """Return the rest of the header if it goes on within quotes, as far as that is likely."""
+        start, quotes = self._line, first.count('"')
+        while quotes % 2 and len(self._ahead) < _MOST_HEADER_LINES and (line := self._next_line()):
+            self._ahead.append((self._line, line))
+            quotes += line.count('"')
+        self._line = start
+        return "".join(line for _, line in self._ahead)
 
     def _record(self, line: str) -> CsvRecord:
         record, parser = CsvRecord(self._line), _CellParser(self.delimiter)
@@ -105,6 +118,9 @@ class CsvReader:
         return record
 
     def _next_line(self) -> str:
+        if self._ahead and self._ahead[0][0] > self._line:
+            self._line, line = self._ahead.pop(0)
+            return line
         try:
             line = self._text.readline(MAX_LINE_BYTES + 1)
         except OSError as error:
@@ -121,6 +137,19 @@ class CsvReader:
             "is a quote never closed?",
             line=line,
         )
+
+
+class _Lent(io.BufferedIOBase):
+    """A stream that stays open when its reader goes."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def read1(self, size: int = -1, /) -> bytes:
+        return self._stream.read(size)
 
 
 class _CellParser:

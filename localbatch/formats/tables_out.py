@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -267,15 +265,12 @@ def _batch(library: Any, rows: list[Sequence[Any]], schema: Any) -> Any:
 def _csv_parts(
     target: str, names: list[str], rows: Iterable[list[str]], line_end: str, head: str = ""
 ) -> Iterator[bytes]:
-    buffer = io.StringIO(newline="")
-    delimiter = TAB if suffix_format(target) is InputFormat.TSV else ","
-    writer = csv.writer(buffer, delimiter=delimiter, lineterminator=line_end)
+    mark = TAB if suffix_format(target) is InputFormat.TSV else ","
     yield _bytes(head)
     for row in itertools.chain([names], rows):
-        writer.writerow(row)
-        yield _bytes(buffer.getvalue())
-        buffer.seek(0)
-        buffer.truncate()
+        is_blank = row == [""]  # without quotes it would be no row at all
+        cells = [quoted(cell, mark, always=is_blank) for cell in row]
+        yield _bytes(mark.join(cells) + line_end)
 
 
 def _record_cells(row: dict[str, Any]) -> list[Any]:
