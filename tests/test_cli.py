@@ -269,7 +269,7 @@ def test_a_reader_that_goes_away_ends_the_run_quietly(tmp_path: Path) -> None:
     """As in `localbatch run ... | head -1`."""
     source = tmp_path / "in.txt"
     source.write_text("x\n" * 5000)
-    process = start(str(source), "--max-tokens", "2")
+    process = start(str(source), "--max-tokens", "2", "-q")
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
