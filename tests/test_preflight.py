@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localbatch import LLM, Request, SamplingParams
+from localbatch import LLM, Completion, Request, SamplingParams
 from localbatch.cli.main import main
 from localbatch.data.config import Overlength
 from localbatch.data.errors import InputError
@@ -141,6 +141,20 @@ class TestPreflight:
             ("prompts", "210 tokens: 10 to 200 a row, half of them up to 10, 95 % up to 200"),
             ("answers", "at most 200 tokens; in 1 rows the context may be full before"),
         ]
+
+    def test_looking_ahead_leaves_no_trace(self) -> None:
+        """Rows that were planned for are counted when they are run, not before."""
+        rows = [
+            Request(i, i, prompt=f"row {i}", params=SamplingParams(max_tokens=3)) for i in (0, 1)
+        ]
+        with LLM("fake", backend="fake") as llm:
+            assert look_through(llm, rows).windows == 1
+            assert llm.prepare(rows) == []
+            assert llm.stats.plan is not None
+            assert llm.stats.prompt_tokens == 0
+            done = [c for c in llm.run(rows) if isinstance(c, Completion)]
+            assert len(done) == 2
+            assert llm.stats.prompt_tokens == 2 * 6
 
     def test_common_beginnings(self) -> None:
         """What two rows have in common is computed once, in whole fours."""

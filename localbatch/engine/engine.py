@@ -165,6 +165,11 @@ class Engine:
         self._queue.clear()
         return [event for event in self._of_rows(events) if isinstance(event, Completion)]
 
+    def forget(self) -> None:
+        """Drop the rows that wait, as if they had never come; no other may be there."""
+        self._queue.clear()
+        self._answers = Answers()
+
     def prepare(self) -> None:
         """Make the contexts for the rows that wait, as the next step would."""
         at_rest = not self._advancing and not any(lane.has_work for lane in self.lanes)

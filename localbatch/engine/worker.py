@@ -124,7 +124,7 @@ def _serve(
                 failed = engine.submit(message.requests)
                 engine.prepare()
                 _send(outbox, Report(message.run, [*failed], engine.stats))
-                engine.abort()
+                engine.forget()
             elif isinstance(message, Look):
                 _send(outbox, Seen(preview(engine, message.requests, whole=message.whole)))
             elif isinstance(message, Abort):

@@ -151,7 +151,11 @@ def announce(
     with open_source(config.source, has_batches=False) as source:
         rows = read_requests(source.input, config.params, config.inputs)
         found = look_through(llm, (row for row in rows if not is_finished(row.index)))
-    progress.note(found.summary())
+    llm.prepare(found.first)
+    plan, summary = llm.stats.plan, found.summary()
+    if plan is not None and plan.expected_s is not None:
+        summary += f"; about {plan.expected_s * found.windows:,.0f} s"
+    progress.note(summary)
 
 
 def completions(llm: LLM, rows: Iterable[Request | Completion]) -> Iterator[Completion]:

@@ -11,7 +11,6 @@ import psutil
 from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics
-from localbatch.engine.client import WINDOW
 from localbatch.engine.engine import EngineStats
 from localbatch.engine.llm import LLM
 from localbatch.engine.machine import available_memory
@@ -67,7 +66,7 @@ def plan_job(
             ("model", f"{llm.card.description}, {model}"),
             ("job", name),
             *found.lines(llm.config.overlength),
-            *_engine_lines(llm, len(found.lengths) / max(1, min(len(found.first), WINDOW))),
+            *_engine_lines(llm, found.windows),
         ]
         return JobPlan(lines, found.failed)
 
@@ -137,4 +136,4 @@ def _memory_line(card: ModelCard, stats: EngineStats) -> str:
 def _time_line(choice: Choice, windows: float) -> str:
     if choice.expected_s is None:
         return "not measured"
-    return f"{max(1.0, windows) * choice.expected_s:,.0f} s if every row runs to its max_tokens"
+    return f"{windows * choice.expected_s:,.0f} s if every row runs to its max_tokens"

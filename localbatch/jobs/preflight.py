@@ -43,6 +43,11 @@ class Preflight:
         return len(self.lengths) + self.refused + self.unreadable
 
     @property
+    def windows(self) -> float:
+        """How many times the rows are those that a plan is made for, at least once."""
+        return max(1.0, len(self.lengths) / max(1, len(self.first)))
+
+    @property
     def failed(self) -> int:
         """Rows that will have an error in place of an answer."""
         return self.refused + self.unreadable
