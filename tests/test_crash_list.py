@@ -64,7 +64,9 @@ def test_more_sequences_than_a_context_holds(tiny_model: Path, parallel: int) ->
 
 def test_more_sequences_than_the_lanes_hold(tiny_model: Path) -> None:
     """It is a wrong setting, said before anything is made."""
-    with pytest.raises(ConfigError, match="parallel: must be a whole number from 1 to 512"):
+    with pytest.raises(
+        ConfigError, match="parallel: must be at most 256 for each lane, 512 for 2, not 513"
+    ):
         LLM(str(tiny_model), lanes=2, parallel=513)
 
 
