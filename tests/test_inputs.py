@@ -591,3 +591,23 @@ def test_any_members_give_a_request_or_a_record(row: dict[str, Any], has_prompt:
         assert item.error
         assert item.error.isprintable()
     str(item.id).encode()
+
+
+def test_openais_other_names_are_taken() -> None:
+    """`max_completion_tokens`, and a `stream` that is off."""
+    row = {"prompt": "x", "max_completion_tokens": 7, "stream": False}
+    assert one_request(row).params.max_tokens == 7
+    assert one_request({"prompt": "x", "stream": None}).params == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"max_completion_tokens": 7, "max_tokens": 8}, "contradicts 'max_tokens'"),
+        ({"stream": True}, "must be false: answers are written when they are whole"),
+    ],
+)
+def test_openais_names_that_can_not_be_meant_are_refused(row: dict[str, Any], message: str) -> None:
+    """They are not dropped silently."""
+    (error,) = errors(read(jsonl({"prompt": "x", **row})))
+    assert message in (error or "")

@@ -139,7 +139,7 @@ class TestPreflight:
         assert found.lines(Overlength.ERROR) == [
             ("rows", "3; 1 can't be computed"),
             ("prompts", "210 tokens: 10 to 200 a row, half of them up to 10, 95 % up to 200"),
-            ("answers", "at most 200 tokens; in 1 rows the context may be full before"),
+            ("answers", "at most 200 tokens; in 1 row the context may be full before"),
         ]
 
     def test_looking_ahead_leaves_no_trace(self) -> None:

@@ -337,7 +337,7 @@ class TestRefusals:
             ("{{ 3 | dictsort }}", "'int' object has no attribute 'items'"),
             ("{{ 1 / 0 }}", "division by zero"),
             ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
-            ("{{ 'x' * 10 ** 18 }}", "MemoryError"),
+            ("{{ 'x' * 10 ** 18 }}", "makes a text of more than 10,000,000 characters"),
             ("{{ messages[0].name }}", "surrogates not allowed"),
             # What the sandbox forbids:
             ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute '__class__'"),
@@ -415,3 +415,24 @@ class TestRealModel:
         controls = [t for t in tokens if t in real.card.special_texts]
         assert controls == [ids[start], ids[end]] * 2 + [ids[start]]
         assert text_of(real, tokens) == f"system\ns\nuser\n{attack}\nassistant\n"
+
+
+class TestSandbox:
+    @pytest.mark.parametrize("expression", ["'x' * 10**10", "[1] * 10**9", "10**10000"])
+    def test_a_short_template_makes_no_gigabytes(self, expression: str) -> None:
+        """A GGUF's template is from somebody else; the kernel would end the process."""
+        with pytest.raises(InputError, match=r"makes a (text|number)"):
+            rendered("{{ " + expression + " }}")
+
+    def test_what_is_small_is_computed(self) -> None:
+        """By hand."""
+        assert rendered("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 3 * 4 }}") == "---102412"
+
+
+def test_a_field_of_a_message_that_the_template_ignores_is_refused() -> None:
+    """The model would never hear of it; empty ones say nothing."""
+    with pytest.raises(InputError) as caught:
+        rendered("{{ messages[0].content }}", name="bob")
+    assert caught.value.field == "messages[0].name"
+    assert rendered("{{ messages[0].content }}{{ messages[0].name }}", name="bob") == "xbob"
+    assert rendered("{{ messages[0].content }}", tool_calls=None, refusal="") == "x"

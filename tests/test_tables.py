@@ -661,3 +661,62 @@ def test_half_a_surrogate_pair_is_escaped(tmp_path: Path) -> None:
                   "usage": {"prompt_tokens": 1, "completion_tokens": 2}}  # fmt: skip
         assert write_records(str(tmp_path / name), [json.dumps(record)]) == 1
         assert table(tmp_path / name)[1][:3] == ["\\ud800", "\\ud800", "stop"]
+
+
+def test_text_behind_a_closing_quote_is_a_bad_row(tmp_path: Path) -> None:
+    """A quote that is not doubled may swallow the rows after it; the lines are named."""
+    path = tmp_path / "in.csv"
+    path.write_text(
+        'id,prompt\n1,fine\n2,"6 inch" pipe\n3,"unbalanced\n4,swallowed\n5,too "ok" x\n6,fine\n'
+    )
+    said = "has text behind the closing quote of a cell; a quote in a cell must be doubled"
+
+    rows = requests(path)
+
+    assert [row.error if isinstance(row, Completion) else None for row in rows] == [
+        None, said, f"{said}; lines 4 to 6 are this row", None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_all_answers_of_a_row_are_in_its_cell(tmp_path: Path, suffix: str) -> None:
+    """As a JSON list, where there are several."""
+    source, output = tmp_path / "in.csv", tmp_path / f"out{suffix}"
+    source.write_text("id,prompt\n1,x\n")
+    assert run_fake(source, "-o", output, "--n", "3", "--temperature", "1").exit_code == 0
+    lines = tmp_path / "lines.jsonl"
+    assert export(output, "-o", lines).exit_code == 0
+    (row,) = [json.loads(line) for line in lines.read_text().splitlines()]
+
+    cell = table(output)[-1][-1]
+
+    assert json.loads(cell) == [choice["text"] for choice in row["choices"]]
+    assert len(row["choices"]) == 3
+
+
+def test_nanoseconds_are_written_to_csv(tmp_path: Path) -> None:
+    """Python has no type for them."""
+    source, output = tmp_path / "in.parquet", tmp_path / "out.csv"
+    times = pa.array([1600000000123456789], pa.timestamp("ns"))
+    pq.write_table(pa.table({"prompt": ["x"], "time": times}), source)
+    assert run_fake(source, "-o", output).exit_code == 0
+    assert table(output)[1][1] == "2020-09-13 12:26:40.123456789"
+
+
+def test_a_spreadsheet_is_refused_as_an_output(tmp_path: Path) -> None:
+    """JSON under that name opens nowhere."""
+    source = tmp_path / "in.csv"
+    source.write_text("prompt\nx\n")
+    result = run_fake(source, "-o", tmp_path / "out.xlsx")
+    assert result.exit_code == 2
+    assert ".xlsx can't be written; name it .csv" in result.stderr
+
+
+def test_a_pattern_gives_each_file_once(tmp_path: Path) -> None:
+    """Also where links lead in a circle."""
+    (tmp_path / "dir" / "sub").mkdir(parents=True)
+    (tmp_path / "dir" / "sub" / "a.txt").write_text("x")
+    (tmp_path / "dir" / "b.txt").write_text("y")
+    (tmp_path / "dir" / "sub" / "up").symlink_to(tmp_path / "dir")
+    found = requests(Path(f"{tmp_path}/dir/**/*.txt"))
+    assert [row.id for row in found] == ["b.txt", "sub/a.txt"]

@@ -139,14 +139,19 @@ class Engine:
         self._arrange()
         return failed
 
-    def _take(self, request: Request) -> None:
-        """Queue a row for each answer of a request that must be computed."""
-        tokens, num_cut = self.encoder.encode_fitting(
-            request, self.longest_row(), self.config.overlength
-        )
+    def encode(self, request: Request) -> tuple[list[int], int]:
+        """Return a row's prompt in tokens, and how many were cut out to make it fit.
+
+        Raises `InputError` if the row can't be computed.
+        """
         unknown = [t for t in request.params.logit_bias if t >= self.backend.card.num_vocab]
         if unknown:
             raise InputError(f"token {unknown[0]} is not in the vocabulary", field="logit_bias")
+        return self.encoder.encode_fitting(request, self.longest_row(), self.config.overlength)
+
+    def _take(self, request: Request) -> None:
+        """Queue a row for each answer of a request that must be computed."""
+        tokens, num_cut = self.encode(request)
         count = self._answers.expect(request, tokens, once=self.config.share_prefixes)
         for choice in range(count):
             sequence = TokenSequence(request, tokens, choice)

@@ -15,6 +15,7 @@ from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import ModelCard
 from localbatch.engine.engine import EngineStats, TextPiece
 from localbatch.engine.preview import Preview
+from localbatch.engine.prompt import check_template_args
 from localbatch.engine.supervisor import Supervisor
 from localbatch.models.catalog import resolve_model
 from localbatch.models.gguf import check_gguf
@@ -154,6 +155,10 @@ class LLM:
         Returns the records of rows that can't be computed.
         """
         return self._client.prepare(list(rows))
+
+    def check_template_args(self, names: Iterable[str]) -> None:
+        """Raise `ConfigError` for variables that the chat template has no use for."""
+        check_template_args(self.config.chat_template or self.card.chat_template, names)
 
     def preview(self, rows: Iterable[Request], *, whole: bool = False) -> list[Preview]:
         """Return what would become of rows: tokens, errors; with `whole`, text and token ids."""

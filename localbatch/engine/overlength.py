@@ -56,7 +56,7 @@ def shortened(
             return tokens
         request = _without(request, surplus + margin, where, tokenize, detokenize)
         margin += _MARGIN
-    raise InputError(f"can't be cut to {room} tokens", field="prompt")
+    raise InputError(f"can't be cut to {room} tokens; raise --ctx", field=field_of(request))
 
 
 def _without(
@@ -65,17 +65,24 @@ def _without(
     """Return the request with about so many tokens less of its longest text."""
     if request.prompt is not None:
         kept = cut(tokenize(request.prompt), surplus, where)
-        return replace(request, prompt=_text(kept, detokenize))
+        return replace(request, prompt=_text(kept, detokenize, request))
     messages = list(request.messages or ())
     texts = [tokenize(str(message.get("content") or "")) for message in messages]
     longest = max(range(len(texts)), key=lambda i: len(texts[i]))
     kept = cut(texts[longest], surplus, where)
-    messages[longest] = {**messages[longest], "content": _text(kept, detokenize)}
+    messages[longest] = {**messages[longest], "content": _text(kept, detokenize, request)}
     return replace(request, messages=messages)
 
 
-def _text(tokens: list[int], detokenize: Detokenize) -> str:
+def field_of(request: Request) -> str:
+    """Return the field that a row's text is in."""
+    return "prompt" if request.messages is None else "messages"
+
+
+def _text(tokens: list[int], detokenize: Detokenize, request: Request) -> str:
     text = detokenize(tokens)
     if not text.strip():
-        raise InputError("is too long even without its longest text", field="prompt")
+        raise InputError(
+            "is too long even without its longest text; raise --ctx", field=field_of(request)
+        )
     return text

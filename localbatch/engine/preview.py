@@ -41,16 +41,16 @@ def preview(engine: Engine, requests: Sequence[Request], *, whole: bool) -> list
         tokens: list[int] = []
         found = Preview(request.index)
         try:
-            tokens, num_cut = engine.encoder.encode_fitting(
-                request, longest, engine.config.overlength
-            )
+            tokens, num_cut = engine.encode(request)
             is_short = len(tokens) + request.params.max_tokens > longest + 1
             found = replace(
                 found, num_tokens=len(tokens), cut_tokens=num_cut, is_short_of_room=is_short
             )
             if whole:
-                text = engine.encoder.render(request)
-                found = replace(found, text=text, pieces=_pieces(engine, tokens))
+                pieces = _pieces(engine, tokens)
+                whole_text = engine.encoder.render(request)
+                text = "".join(piece for _, piece in pieces) if num_cut else whole_text
+                found = replace(found, text=text, pieces=pieces)
         except InputError as error:
             found = replace(found, error=str(error))
         previews.append(found)

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localbatch.data.config import Overlength
 from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Message, Request
+from localbatch.data.sandbox import Sandbox
 from localbatch.engine.backend import Backend
 from localbatch.engine.overlength import room_for_prompt, shortened
 
@@ -168,7 +168,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson
@@ -178,9 +178,18 @@ class ChatTemplate:
         self._constants = {"bos_token": bos_token, "eos_token": eos_token, "documents": None}
         try:
             self._template = environment.from_string(source)
+            self._source = source
             self._variables = meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
+
+    def _check_fields(self, messages: Sequence[Message]) -> None:
+        for number, message in enumerate(messages):
+            for name, value in message.items():
+                if name not in ("role", "content") and value and name not in self._source:
+                    raise InputError(
+                        "the chat template has no use for it", field=f"messages[{number}].{name}"
+                    )
 
     def reason_against(self, name: str) -> str | None:
         """Return why a variable can't be given to the template, `None` if it can."""
@@ -211,12 +220,13 @@ class ChatTemplate:
                 **{**self._constants, **args},
             )
             text.encode()  # half a surrogate pair in a message's further fields is no text
-            return text
         except _TEMPLATE_FAULTS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(
                 f"the chat template refuses them: {reason}", field="messages"
             ) from error
+        self._check_fields(messages)
+        return text
 
 
 class _Mark:

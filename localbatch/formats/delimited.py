@@ -35,6 +35,8 @@ class CsvRecord:
     """Cells in quotes."""
     is_open: bool = False
     """The file ends within quotes."""
+    has_stray: bool = False
+    """Something stands behind the closing quote of a cell."""
 
     @property
     def is_quoted(self) -> bool:
@@ -114,7 +116,7 @@ class CsvReader:
             body = _without_end(record.raw)
             record.raw, record.end = body, record.raw[len(body) :]
         record.cells = parser.cells if record.raw else []
-        record.quoted = parser.quoted
+        record.quoted, record.has_stray = parser.quoted, parser.has_stray
         return record
 
     def _next_line(self) -> str:
@@ -158,6 +160,7 @@ class _CellParser:
     def __init__(self, delimiter: str) -> None:
         self.cells: list[str] = []
         self.quoted = 0
+        self.has_stray = False
         self._delimiter = delimiter
         self._parts: list[str] | None = None  # of the cell in quotes that is being read
 
@@ -198,6 +201,7 @@ class _CellParser:
         """End a cell in quotes, with what wrongly follows them up to the delimiter."""
         parts, self._parts = self._parts or [], None
         following = self._take_plain(body, position)
+        self.has_stray = self.has_stray or self.cells[-1] != ""
         self.cells[-1] = "".join(parts) + self.cells[-1]
         return following
 

@@ -56,6 +56,8 @@ def find_files(path: str) -> Folder:
     if not names:
         what = "holds no files" if os.path.isdir(path) else "matches no file"
         raise ConfigError(f"{path}: {what}; check the path")
+    if not os.path.isdir(path):
+        names = _once(root, names)
     return Folder(root, tuple(sorted(names, key=_shown)))
 
 
@@ -86,6 +88,14 @@ def folder_digest(folder: Folder) -> str:
             content = b""
         digest.update(os.fsencode(name) + b"\0" + content)
     return digest.hexdigest()
+
+
+def _once(root: str, names: set[str]) -> set[str]:
+    """Return each file once; patterns follow links to folders, which may lead in a circle."""
+    shortest: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (name.count(os.sep), name)):
+        shortest.setdefault(os.path.realpath(os.path.join(root, name)), name)
+    return set(shortest.values())
 
 
 def _shown(name: str) -> str:

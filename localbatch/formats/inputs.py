@@ -36,6 +36,7 @@ BadRow: TypeAlias = Completion
 """The record of a row that can't be used; its `failed` is true."""
 
 _KEYS = ("id", "prompt", "messages", "tools", "chat_template_kwargs", *PARAMETER_NAMES)
+_ALIASES = {"max_completion_tokens": "max_tokens"}
 _HEAD = 64  # characters kept of an unknown key
 
 
@@ -257,6 +258,7 @@ class _RowReader:
         *,
         is_raw: bool = False,
     ) -> Request:
+        row = _without_aliases(row)
         for key, value in row.items():
             _check_member(key, value)
         changes = {k: v for k, v in row.items() if k in PARAMETER_NAMES and v is not None}
@@ -302,6 +304,20 @@ def _own_id(row: dict[str, Any]) -> RowId | None:
         raise InputError(f"must be a string or a whole number, not {kind}", field="id")
     check_value(row_id, "id")
     return row_id
+
+
+def _without_aliases(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with OpenAI's other names replaced, and without `stream` if that is off."""
+    if row.get("stream", False) in (False, None) and "stream" in row:
+        row = {key: value for key, value in row.items() if key != "stream"}
+    elif "stream" in row:
+        raise InputError("must be false: answers are written when they are whole", field="stream")
+    for alias, name in _ALIASES.items():
+        if alias in row:
+            if row.get(name) not in (None, row[alias]):
+                raise InputError(f"contradicts {name!r}", field=alias)
+            row = {name if key == alias else key: value for key, value in row.items()}
+    return row
 
 
 def _check_member(key: str, value: object) -> None:

@@ -67,6 +67,12 @@ def parquet_rows(reader: ParquetReader, form: RowForm) -> Iterator[Row]:
 def _csv_error(record: CsvRecord, columns: list[str]) -> InputError | None:
     if record.is_open:
         return InputError("has a quote that is never closed; all that follows it is this row")
+    if record.has_stray:
+        last = record.line + record.raw.count("\n")
+        lines = f"; lines {record.line} to {last} are this row" if last > record.line else ""
+        return InputError(
+            f"has text behind the closing quote of a cell; a quote in a cell must be doubled{lines}"
+        )
     have, want = len(record.cells), len(columns)
     if have != want:
         cells = "cell" if have == 1 else "cells"

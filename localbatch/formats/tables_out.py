@@ -273,9 +273,17 @@ def _csv_parts(
         yield _bytes(mark.join(cells) + line_end)
 
 
+def text_of(row: dict[str, Any]) -> str | None:
+    """Return the answer in a record, of several a JSON list of all, `None` if there is none."""
+    if "choices" in row:
+        return json.dumps([choice["text"] for choice in row["choices"]], ensure_ascii=False)
+    text: str | None = row["text"]
+    return text
+
+
 def _record_cells(row: dict[str, Any]) -> list[Any]:
     usage, error = row["usage"], row.get("error")
-    text = row["text"]
+    text = text_of(row)
     return [
         _whole(str(row["id"])), None if text is None else _whole(text), row["finish_reason"],
         usage["prompt_tokens"], usage["completion_tokens"],
@@ -287,8 +295,8 @@ def _text_of(scalar: Any) -> str:
     """Return a value of a Parquet file as a cell."""
     try:
         value = scalar.as_py()
-    except CELL_FAULTS:
-        return _whole(str(scalar))
+    except CELL_FAULTS:  # nanoseconds, for which Python has no type
+        return _whole(str(scalar.cast(pyarrow().string()).as_py()))
     if value is None:
         return ""
     if isinstance(value, (dict, list, bool)):

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError, meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localbatch.data.errors import ConfigError, InputError
+from localbatch.data.sandbox import Sandbox
 
 ROW = "row"
 """What templates call the whole row."""
@@ -29,7 +29,7 @@ class PromptTemplate:
     """
 
     def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = Sandbox(
             undefined=StrictUndefined, finalize=lambda value: "" if value is None else value
         )
         environment.filters["tojson"] = _tojson

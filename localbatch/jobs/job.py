@@ -16,7 +16,6 @@ from localbatch.data.request import Choice, Completion, FinishReason, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.engine.llm import LLM
-from localbatch.engine.prompt import check_template_args
 from localbatch.formats.inputs import InputOptions, read_requests
 from localbatch.formats.openai_output import openai_line, vllm_line
 from localbatch.formats.outputs import OrderedWriter, OutputClosedError
@@ -168,8 +167,7 @@ def completions(llm: LLM, rows: Iterable[Request | Completion]) -> Iterator[Comp
 
 def check_model(config: JobConfig, llm: LLM, progress: Progress) -> None:
     """Raise `ConfigError` if settings don't fit the model; say so if they may not be meant."""
-    template = llm.config.chat_template or llm.card.chat_template
-    check_template_args(template, config.inputs.template_args)
+    llm.check_template_args(config.inputs.template_args)
     ctx, trained = llm.config.ctx, llm.card.max_ctx
     if ctx is not None and ctx > trained:
         progress.note(f"note: --ctx {ctx:,} is more than the {trained:,} tokens of the model")

@@ -55,6 +55,7 @@ def plan_job(
     """
     with contextlib.ExitStack() as stack:
         llm = stack.enter_context(LLM(model, **engine))
+        llm.check_template_args(inputs.template_args)
         rows: Iterable[Request | Completion] = _example(params)
         if source is not None:
             opened = stack.enter_context(open_source(source, has_batches=not inputs.is_free_form))

@@ -104,7 +104,8 @@ class Preflight:
     def _answers_line(self) -> str:
         line = f"at most {self.answer_tokens:,} tokens"
         if self.short_of_room:
-            line += f"; in {self.short_of_room:,} rows the context may be full before"
+            rows = "row" if self.short_of_room == 1 else "rows"
+            line += f"; in {self.short_of_room:,} {rows} the context may be full before"
         return line
 
 

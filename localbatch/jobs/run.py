@@ -78,7 +78,8 @@ def run_job(config: JobConfig) -> JobResult:
         ) as source:
             return _keep_job(config, source) if is_file else stream_job(config, source)
     except BatchFileError as error:
-        if is_file and (asks_batch or config.style is None):
+        has_answers = is_file and journal_path(config.output).exists()
+        if is_file and not has_answers and (asks_batch or config.style is None):
             write_refusal(config.output, config.source, config.model, error)
         raise
 

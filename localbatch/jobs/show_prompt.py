@@ -34,6 +34,7 @@ def show_prompt(
         if isinstance(row, Completion):
             raise ConfigError(f"{source}:{row.line}: {row.error}")
         llm = stack.enter_context(LLM(model, **engine, metadata_only=True))
+        llm.check_template_args(inputs.template_args)
         (preview,) = llm.preview([row], whole=True)
         if preview.error is not None:
             where = source if row.line is None else f"{source}:{row.line}"

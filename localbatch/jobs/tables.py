@@ -19,6 +19,7 @@ from localbatch.formats.tables_out import (
     answer_names,
     table_columns,
     table_format,
+    text_of,
     write_records,
     write_table,
 )
@@ -26,10 +27,14 @@ from localbatch.jobs.journal import Journal
 from localbatch.jobs.manifest import input_sha256
 
 ANSWER_COLUMN = "answer"
+_OTHER_TABLES = (".xlsx", ".xls", ".ods", ".numbers")
 
 
 def check_table(output: str, style: OutputStyle | None, answer_column: str | None) -> None:
     """Raise `ConfigError` if an output can't be what its name tells."""
+    suffix = os.path.splitext(output)[1].lower()
+    if suffix in _OTHER_TABLES:
+        raise ConfigError(f"{output}: {suffix} can't be written; name it .csv, which opens there")
     if table_format(output) is None:
         if answer_column is not None:
             raise ConfigError(f"--answer-column: {output} is no table; name it .csv or .parquet")
@@ -93,7 +98,7 @@ def _answers(journal: Journal) -> Iterator[Answer]:
     for index, text in journal.numbered_records():
         row = json.loads(text)
         error = row.get("error")
-        yield Answer(index, row["text"] or "", None if error is None else str(error["message"]))
+        yield Answer(index, text_of(row) or "", None if error is None else str(error["message"]))
 
 
 def _is_table(source: str) -> bool:
