@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import click
@@ -13,7 +15,11 @@ from localbatch.cli.run import integer, prompt_options, take_inputs
 from localbatch.compare.comparison import CompareConfig
 from localbatch.compare.modes import MODES
 from localbatch.data.config import EngineConfig, FlashAttention, KVLayout
+from localbatch.data.request import Request
+from localbatch.data.sampling_params import SamplingParams
+from localbatch.formats.inputs import InputOptions, open_input, read_requests
 
+DEFAULT_TOKENS = 64
 _AUTO: dict[str, Any] = {"type": integer, "default": None, "show_default": "auto"}
 
 
@@ -90,8 +96,8 @@ def engine_config(model: str, options: dict[str, Any], layout: KVLayout) -> Engi
 @click.option("--instances", **_AUTO, help="Processes of multi-instance.")
 @click.option("--rows", "most_rows", **_AUTO, help="Only the first so many rows.")
 @click.option(
-    "--max-tokens", type=int, default=64, show_default=True,
-    help="Most tokens to generate for a row that says nothing of it.",
+    "--max-tokens", type=int, default=None, show_default="each row's own, or 64",
+    help="Most tokens to generate for any row.",
 )  # fmt: skip
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens whatever the model says.")
 @click.option(
@@ -137,18 +143,16 @@ def compare(model: str, source: str, **options: Any) -> None:
 
 
 def read_rows(
-    source: str, inputs: Any, max_tokens: int, ignore_eos: bool, most: int | None
-) -> tuple[Any, ...]:
+    source: str, inputs: InputOptions, max_tokens: int | None, ignore_eos: bool, most: int | None
+) -> tuple[Request, ...]:
     """Return the rows that can be used; others are named on standard error and left out."""
-    from itertools import islice
-
-    from localbatch.data.request import Request
-    from localbatch.data.sampling_params import SamplingParams
-    from localbatch.formats.inputs import open_input, read_requests
-
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+    params = SamplingParams(max_tokens=max_tokens or DEFAULT_TOKENS, ignore_eos=ignore_eos)
+    rows = []
     with open_input(source) as opened:
-        rows = list(islice(read_requests(opened, params, inputs), most))
-    for bad in (row for row in rows if not isinstance(row, Request)):
-        click.echo(f"left out: {source}:{bad.line}: {bad.error}", err=True)
-    return tuple(row for row in rows if isinstance(row, Request))
+        for row in islice(read_requests(opened, params, inputs), most):
+            if isinstance(row, Request):
+                own = min(row.params.max_tokens, max_tokens or row.params.max_tokens)
+                rows.append(replace(row, params=replace(row.params, max_tokens=own)))
+            else:
+                click.echo(f"left out: {source}:{row.line}: {row.error}", err=True)
+    return tuple(rows)
