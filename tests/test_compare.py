@@ -380,7 +380,7 @@ class TestTasks:
             CompareConfig(**{"engine": FAKE, "requests": ROWS, **settings})
 
     def test_made_up_rows(self) -> None:
-        """Prompts have exactly the tokens asked for where tokens are bytes; no two of 26 begin alike."""
+        """Prompts have about the tokens asked for; no two begin alike."""
         rows = made_up(FakeBackend(), MadeUpRows(12, 40, 7))
 
         lengths = {len(FakeBackend().tokenize(r.prompt or "", add_special=True,

@@ -6,15 +6,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import click
 
 from localbatch.cli.main import complete_model, debug_option, terminate_as_interrupt
 from localbatch.cli.run import integer, prompt_options, take_inputs
+from localbatch.compare import html, plot
 from localbatch.compare.comparison import CompareConfig
 from localbatch.compare.modes import MODES
+from localbatch.compare.report import Comparison
+from localbatch.compare.sweep import Sweep
 from localbatch.data.config import EngineConfig, FlashAttention, KVLayout
+from localbatch.data.errors import OutputError
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.formats.inputs import InputOptions, open_input, read_requests
@@ -66,6 +71,34 @@ def machine_options(command: Any) -> Any:
 def teller(quiet: bool) -> Callable[[str], None]:
     """Return what tells of each measurement, on standard error."""
     return lambda line: None if quiet else click.echo(line, err=True)
+
+
+def saver(options: dict[str, Any]) -> Callable[[Comparison | Sweep], None]:
+    """Take the files to be written out of a command's options; returns what writes them.
+
+    Raises `OutputError` at once for a folder that isn't there, `ConfigError` for a missing library.
+    """
+    html_path, plot_path = options.pop("html_path"), options.pop("plot_path")
+    for path in (html_path, plot_path):
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise OutputError(f"{path}: its folder is not there; make it, or check the path")
+    if plot_path is not None:
+        plot.check(plot_path)
+
+    def save(report: Comparison | Sweep) -> None:
+        if html_path is not None:
+            if isinstance(report, Sweep):
+                page = html.sweep_page(report)
+            else:
+                page = html.comparison_page(report)
+            try:
+                Path(html_path).write_text(page, "utf-8")
+            except OSError as error:
+                raise OutputError(f"{html_path}: can't be written: {error.strerror}") from None
+        if plot_path is not None:
+            plot.write(report, plot_path)
+
+    return save
 
 
 def engine_config(model: str, options: dict[str, Any], layout: KVLayout) -> EngineConfig:
@@ -127,7 +160,7 @@ def compare(model: str, source: str, **options: Any) -> None:
     from localbatch.compare.report import text_of
 
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
-    html_path, plot_path = options.pop("html_path"), options.pop("plot_path")
+    save = saver(options)
     inputs = take_inputs(options)
     config = CompareConfig(
         engine=engine_config(model, options, KVLayout(options.pop("kv_layout"))),
@@ -140,6 +173,7 @@ def compare(model: str, source: str, **options: Any) -> None:
     with terminate_as_interrupt():
         report = comparison.compare(config, tell=teller(quiet))
     click.echo(json.dumps(report.as_dict(), indent=2) if as_json else text_of(report))
+    save(report)
 
 
 def read_rows(
