@@ -55,9 +55,9 @@ def test_an_abort_starts_no_debugger() -> None:
     """llama.cpp's wish for a backtrace is turned off, unless it is asked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GGML_NO_BACKTRACE", raising=False)
-        assert client_module._environment()["GGML_NO_BACKTRACE"] == "1"
+        assert client_module.worker_environment()["GGML_NO_BACKTRACE"] == "1"
         patch.setenv("GGML_NO_BACKTRACE", "0")
-        assert client_module._environment()["GGML_NO_BACKTRACE"] == "0"
+        assert client_module.worker_environment()["GGML_NO_BACKTRACE"] == "0"
 
 
 class HungUpError(Exception):
@@ -257,14 +257,14 @@ class TestProcess:
         monkeypatch.setenv("GGML_NO_BACKTRACE", "1")
         monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
         monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-        assert client_module._environment() == {**os.environ, "GOMP_SPINCOUNT": "20000"}
+        assert client_module.worker_environment() == {**os.environ, "GOMP_SPINCOUNT": "20000"}
 
         monkeypatch.setenv("GOMP_SPINCOUNT", "5")
-        assert client_module._environment()["GOMP_SPINCOUNT"] == "5"
+        assert client_module.worker_environment()["GOMP_SPINCOUNT"] == "5"
 
         monkeypatch.delenv("GOMP_SPINCOUNT")
         monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-        assert client_module._environment() == dict(os.environ)
+        assert client_module.worker_environment() == dict(os.environ)
 
     def test_close_ends_the_process(self) -> None:
         """Also twice, and in the middle of a run."""

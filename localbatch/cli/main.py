@@ -22,7 +22,17 @@ EXIT_CLOSED = 141
 class Commands(click.Group):
     """Loads a subcommand when it is asked for, and turns errors into one line and an exit code."""
 
-    modules = ("run", "status", "export", "plan", "show-prompt", "models", "doctor")
+    modules = (
+        "run",
+        "status",
+        "export",
+        "plan",
+        "show-prompt",
+        "compare",
+        "sweep",
+        "models",
+        "doctor",
+    )
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the subcommands in the order of the help page."""

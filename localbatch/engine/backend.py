@@ -63,6 +63,8 @@ class ContextConfig:
     flash_attention: bool = False
     num_prefix_slots: int = 0
     """Slots above the others that only ever are the source or the target of copies."""
+    may_pad: bool = True
+    """Let decode batches be padded where that keeps a row's bits its own."""
 
     @property
     def num_cells(self) -> int:

@@ -64,7 +64,7 @@ class WorkerClient:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CODE.format(path=sys.path)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=_environment(),
+            env=worker_environment(),
         )  # fmt: skip
         self._threads = [
             threading.Thread(target=target, args=(pipe,), daemon=True)
@@ -239,7 +239,7 @@ def _num_answers(row: Request | Completion) -> int:
     return row.params.n if isinstance(row, Request) and row.params.temperature else 1
 
 
-def _environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """Return the worker's environment.
 
     llama.cpp's threads wait for each other some hundred times a step, spinning. With the default

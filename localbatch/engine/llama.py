@@ -95,6 +95,8 @@ class LlamaBackend:
         numerics = Numerics.VARIES
         if exact:
             numerics = numerics_of(self._model, self._path, config.threads)
+        if numerics is Numerics.SAME_IN_ANY_BATCH and not config.may_pad:
+            numerics = Numerics.VARIES
         self._pads = numerics is Numerics.SAME_IN_ANY_BATCH
         self._num_padding = padded(config.num_slots) - config.num_slots if self._pads else 0
         if exact and (config.num_prefix_slots or config.chunk % BLOCK):

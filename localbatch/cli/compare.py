@@ -1,0 +1,192 @@
+"""`localbatch compare`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+
+from localbatch.cli.main import complete_model, debug_option, terminate_as_interrupt
+from localbatch.cli.options import integer, prompt_options, take_inputs
+from localbatch.compare import html, plot
+from localbatch.compare.comparison import CompareConfig
+from localbatch.compare.modes import MODES
+from localbatch.compare.report import Comparison
+from localbatch.compare.sweep import Sweep
+from localbatch.data.config import EngineConfig, FlashAttention, KVLayout
+from localbatch.data.errors import OutputError
+from localbatch.data.request import Request
+from localbatch.data.sampling_params import SamplingParams
+from localbatch.formats.inputs import InputOptions, open_input, read_requests
+
+DEFAULT_TOKENS = 64
+_AUTO: dict[str, Any] = {"type": integer, "default": None, "show_default": "auto"}
+
+
+def names(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """Read a list of names."""
+    return tuple(MODES) if value is None else tuple(part.strip() for part in value.split(","))
+
+
+def machine_options(command: Any) -> Any:
+    """Add the options that say on what to measure, and how often."""
+    options = [
+        click.option(
+            "--rounds", type=int, default=3, show_default=True,
+            help="Measure everything so often, taking turns; medians are shown.",
+        ),
+        click.option("--ctx", **_AUTO, help="Most tokens of a row, prompt and answer together."),
+        click.option("--threads", **_AUTO, help="CPU threads, all processes together."),
+        click.option("--gpu-layers", **_AUTO, help="Layers on the GPU; -1 is all, 0 none."),
+        click.option(
+            "--flash-attention",
+            type=click.Choice([choice.value for choice in FlashAttention]),
+            default=FlashAttention.AUTO.value, show_default="on with a GPU",
+            help="Fused attention; on a CPU it makes answers depend on the batch.",
+        ),
+        click.option(
+            "--backend", type=click.Choice(["llama", "fake"]), default="llama", hidden=True
+        ),
+        click.option("-q", "--quiet", is_flag=True, help="Don't tell of each measurement."),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
+        click.option(
+            "--html", "html_path", metavar="FILE", type=click.Path(dir_okay=False),
+            help="Write a page with plots, complete in one file.",
+        ),
+        click.option(
+            "--plot", "plot_path", metavar="FILE", type=click.Path(dir_okay=False),
+            help="Write the first plot as a picture, .png or .svg.",
+        ),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def teller(quiet: bool) -> Callable[[str], None]:
+    """Return what tells of each measurement, on standard error."""
+    return lambda line: None if quiet else click.echo(line, err=True)
+
+
+def saver(options: dict[str, Any]) -> Callable[[Comparison | Sweep], None]:
+    """Take the files to be written out of a command's options; returns what writes them.
+
+    Raises `OutputError` at once for a folder that isn't there, `ConfigError` for a missing library.
+    """
+    html_path, plot_path = options.pop("html_path"), options.pop("plot_path")
+    for path in (html_path, plot_path):
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise OutputError(f"{path}: its folder is not there; make it, or check the path")
+    if plot_path is not None:
+        plot.check(plot_path)
+
+    def save(report: Comparison | Sweep) -> None:
+        if html_path is not None:
+            if isinstance(report, Sweep):
+                page = html.sweep_page(report)
+            else:
+                page = html.comparison_page(report)
+            try:
+                Path(html_path).write_text(page, "utf-8")
+            except OSError as error:
+                raise OutputError(f"{html_path}: can't be written: {error.strerror}") from None
+        if plot_path is not None:
+            plot.write(report, plot_path)
+
+    return save
+
+
+def engine_config(model: str, options: dict[str, Any], layout: KVLayout) -> EngineConfig:
+    """Take the engine's settings out of a command's options, and find the model."""
+    from localbatch.models.catalog import resolve_model
+    from localbatch.models.gguf import check_gguf
+
+    path, backend = model, options.pop("backend")
+    if backend == "llama":
+        path = str(resolve_model(model))
+        check_gguf(path)
+    return EngineConfig(
+        model=path, backend=backend, ctx=options.pop("ctx"), threads=options.pop("threads"),
+        gpu_layers=options.pop("gpu_layers"), kv_layout=layout,
+        flash_attention=FlashAttention(options.pop("flash_attention")),
+        chat_template=options.pop("chat_template", None),
+    )  # fmt: skip
+
+
+@click.command(short_help="Run the same rows in several ways, and say what each is worth.")
+@click.argument("model", shell_complete=complete_model)
+@click.argument("source", metavar="INPUT", type=click.Path(allow_dash=True))
+@click.option(
+    "--modes", callback=names, metavar="NAME,...", show_default="all",
+    help=f"Some of {', '.join(MODES)}; sequential is always run.",
+)  # fmt: skip
+@click.option("--batch", type=int, default=16, show_default=True, help="Rows alive at one time.")
+@click.option("--instances", **_AUTO, help="Processes of multi-instance.")
+@click.option("--rows", "most_rows", **_AUTO, help="Only the first so many rows.")
+@click.option(
+    "--max-tokens", type=int, default=None, show_default="each row's own, or 64",
+    help="Most tokens to generate for any row.",
+)  # fmt: skip
+@click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens whatever the model says.")
+@click.option(
+    "--kv-layout", type=click.Choice([layout.value for layout in KVLayout]),
+    default=KVLayout.STREAMS.value, show_default=True,
+    help="KV cells of its own for each row (exact on the CPU), or one pool for all.",
+)  # fmt: skip
+@prompt_options
+@machine_options
+@debug_option
+def compare(model: str, source: str, **options: Any) -> None:
+    """Run the rows of INPUT through MODEL one by one, in static batches, in continuous ones, and
+    more, and show what each way takes.
+
+    All modes get the same rows and generate greedily; stop strings and other sampling parameters of
+    rows are left out. Each runs in processes of its own, all that need not be repeated (loading,
+    contexts, the plan) comes before the clock starts, and the answers are compared token by token
+    with those of one row after another. A mode that memory is too short for says so.
+
+    \b
+    Examples:
+      localbatch compare smollm2-135m prompts.jsonl
+      localbatch compare smollm2-135m prompts.jsonl --modes static,continuous --batch 32
+      localbatch compare model.gguf prompts.txt --rows 16 --html report.html
+    """  # noqa: D205
+    from localbatch.compare import comparison
+    from localbatch.compare.report import text_of
+
+    quiet, as_json = options.pop("quiet"), options.pop("as_json")
+    save = saver(options)
+    inputs = take_inputs(options)
+    config = CompareConfig(
+        engine=engine_config(model, options, KVLayout(options.pop("kv_layout"))),
+        requests=read_rows(
+            source, inputs, options.pop("max_tokens"), options.pop("ignore_eos"),
+            options.pop("most_rows"),
+        ),
+        name=model, **options,
+    )  # fmt: skip
+    with terminate_as_interrupt():
+        report = comparison.compare(config, tell=teller(quiet))
+    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else text_of(report))
+    save(report)
+
+
+def read_rows(
+    source: str, inputs: InputOptions, max_tokens: int | None, ignore_eos: bool, most: int | None
+) -> tuple[Request, ...]:
+    """Return the rows that can be used; others are named on standard error and left out."""
+    params = SamplingParams(max_tokens=max_tokens or DEFAULT_TOKENS, ignore_eos=ignore_eos)
+    rows = []
+    with open_input(source) as opened:
+        for row in islice(read_requests(opened, params, inputs), most):
+            if isinstance(row, Request):
+                own = min(row.params.max_tokens, max_tokens or row.params.max_tokens)
+                rows.append(replace(row, params=replace(row.params, max_tokens=own)))
+            else:
+                click.echo(f"left out: {source}:{row.line}: {row.error}", err=True)
+    return tuple(rows)

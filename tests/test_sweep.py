@@ -1,0 +1,180 @@
+"""The scaling sweep: its arithmetic, worked by hand, and the command."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localbatch.cli import main
+from localbatch.compare.sweep import (
+    Curve,
+    SweepConfig,
+    curve_of,
+    knee,
+    knee_line,
+    sweep,
+    sweep_text,
+    tasks_of,
+)
+from localbatch.compare.task import MadeUpRows, Outcome, Task
+from localbatch.data.config import EngineConfig, KVLayout
+from localbatch.data.errors import ConfigError, EngineError
+
+FAKE = EngineConfig(model="fake", backend="fake")
+
+
+def outcome(rows: int, wall_s: float, peak_mib: int = 100) -> Outcome:
+    """Return a run of rows with 6 prompt tokens and 4 tokens out."""
+    return Outcome(
+        "static", wall_s=wall_s, peak_bytes=peak_mib << 20,
+        prompt_tokens=dict.fromkeys(range(rows), 6),
+        tokens=dict.fromkeys(range(rows), (1, 2, 3, 4)),
+        token_times={i: [wall_s] * 4 for i in range(rows)},
+    )  # fmt: skip
+
+
+class TestCurve:
+    def test_point(self) -> None:
+        """Batch 4: median of 1, 2 and 4 s; 40 tokens in 2 s; 16 out, 8 a second.
+
+        Batch 1 makes 4 tokens in 2 s, 2 a second: 4 times as fast, 100 %. Batch 2 makes 8 in 2 s:
+        twice as fast. Memory is 30 MiB more than with batch 1.
+        """
+        runs = {
+            1: [outcome(1, 2.0)], 2: [outcome(2, 2.0)],
+            4: [outcome(4, wall, 130) for wall in (1.0, 4.0, 2.0)],
+        }  # fmt: skip
+        point = curve_of("static", "streams", runs, {}).points[2]
+
+        assert (point.batch, point.wall_s, point.wall_range_s) == (4, 2.0, (1.0, 4.0))
+        assert (point.total_tokens, point.tokens_per_s) == (40, 20.0)
+        assert (point.output_tokens_per_s, point.memory_change_mib) == (8.0, 30.0)
+        assert (point.speedup_over_1, point.speedup_over_2) == (4.0, 2.0)
+        assert point.efficiency == 1.0
+
+    def test_without_batch_1_there_is_no_speedup_over_it(self) -> None:
+        """Nothing is made up for what was not measured."""
+        point = curve_of("static", "streams", {4: [outcome(4, 2.0)]}, {}).points[0]
+
+        assert (point.speedup_over_1, point.speedup_over_2, point.efficiency) == (None,) * 3
+
+
+class TestKnee:
+    @pytest.mark.parametrize(
+        ("rates", "expected"),
+        [
+            ({1: 10, 2: 19, 4: 30, 8: 32, 16: 33}, 4),  # 30 to 32 is 7 %, to 33 is 10 % in two
+            ({1: 10, 2: 19, 4: 30}, None),  # 58 % more at the end
+            ({1: 10, 2: 8, 4: 30, 8: 31}, 4),  # a dip is no knee
+            ({1: 10, 4: 12}, 1),  # 10 % for each of two doublings would be 12.1
+            ({1: 10, 4: 12.2}, None),
+            ({8: 10}, None),
+            ({}, None),
+        ],
+    )
+    def test_knee(self, rates: dict[int, float], expected: int | None) -> None:
+        """It is the least size over which no larger one gains a tenth for each doubling."""
+        assert knee(rates) == expected
+
+    @given(st.integers(1, 9), st.floats(0.01, 100))
+    def test_flat_curves_bend_at_the_start(self, doublings: int, rate: float) -> None:
+        """Where more rows give nothing, the smallest batch is the knee."""
+        assert knee({2**k: rate for k in range(doublings + 1)}) == 1
+
+    @given(st.integers(1, 9))
+    def test_linear_curves_have_no_knee(self, doublings: int) -> None:
+        """Where twice the rows are twice as fast, it is not reached."""
+        assert knee({2**k: 2.0**k for k in range(doublings + 1)}) is None
+
+    def test_in_words(self) -> None:
+        """With the batch size; or that it is not reached."""
+        points = curve_of("s", "l", {1: [outcome(1, 1)], 2: [outcome(2, 2)]}, {})
+        assert knee_line(points).startswith("the knee is at 1 rows")
+        rising = curve_of("s", "l", {1: [outcome(1, 1)], 2: [outcome(2, 1)]}, {})
+        assert "not flattened at 2 rows" in knee_line(rising)
+        assert knee_line(Curve("s", "l", (), {1: "no"}, None)) == "nothing could be measured"
+
+
+class TestSweep:
+    def test_tasks(self) -> None:
+        """Each scheme, layout and size is one, with as many rows as it has places."""
+        config = SweepConfig(FAKE, sizes=(4, 1, 4), prompt_tokens=9, max_tokens=3, waves=2)
+
+        tasks = tasks_of(config)
+
+        assert len(tasks) == 2 * 2 * 2
+        task = tasks["continuous, unified, 4"]
+        assert (task.mode, task.batch, task.rows) == ("continuous", 4, MadeUpRows(8, 9, 3))
+        assert task.config.kv_layout is KVLayout.UNIFIED
+
+    def test_what_does_not_fit_says_so(self) -> None:
+        """A size that fails is named with its reason and costs no other."""
+
+        def run(task: Task) -> Outcome:
+            if task.batch == 2:
+                raise ConfigError("too large")
+            return outcome(task.batch, 1.0)
+
+        config = SweepConfig(FAKE, sizes=(1, 2, 4), rounds=1, schemes=("static",))
+        report = sweep(config, run=run)
+
+        assert [point.batch for point in report.curves[0].points] == [1, 4]
+        assert report.curves[0].failed == {2: "too large"}
+        assert "batch 2: not run: too large" in sweep_text(report)
+
+    def test_nothing_measured(self) -> None:
+        """When all fails, the first reason is the error."""
+
+        def run(task: Task) -> Outcome:
+            raise EngineError("broken")
+
+        with pytest.raises(EngineError, match="nothing could be measured: broken"):
+            sweep(SweepConfig(FAKE, sizes=(1,), rounds=1), run=run)
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"sizes": ()}, "sizes: must be whole numbers from 1 to 1024"),
+            ({"sizes": (1025,)}, "sizes: must be whole numbers from 1 to 1024"),
+            ({"schemes": ("x",)}, "schemes: 'x' is not one of static, continuous"),
+            ({"waves": 0}, "waves: must be at least 1, not 0"),
+        ],
+    )
+    def test_bad_settings(self, settings: dict[str, Any], message: str) -> None:
+        """Each is named, with what is allowed."""
+        with pytest.raises(ConfigError, match=message):
+            SweepConfig(FAKE, **settings)
+
+
+class TestCommand:
+    def call(self, *args: str) -> Any:
+        command = ["sweep", "fake", "--backend", "fake", "--rounds", "1", "--max-tokens", "4"]
+        return CliRunner().invoke(main, [*command, *args], catch_exceptions=False)
+
+    def test_json(self) -> None:
+        """Standard output is one object; curves have a point for each size."""
+        result = self.call("--sizes", "1,3", "--schemes", "continuous", "--json", "-q")
+
+        told = json.loads(result.stdout)
+        assert [(c["scheme"], c["layout"]) for c in told["curves"]] == [
+            ("continuous", "streams"), ("continuous", "unified"),
+        ]  # fmt: skip
+        assert [p["batch"] for p in told["curves"][0]["points"]] == [1, 3]
+        assert result.stderr == ""
+
+    def test_table(self) -> None:
+        """A table for each curve, and its knee in words."""
+        result = self.call("--sizes", "1,2", "--kv-layout", "streams")
+
+        assert result.exit_code == 0
+        assert "static, streams\nbatch  wall s" in result.stdout
+        assert "round 1 of 1, static, streams, 2: " in result.stderr
+
+    def test_bad_sizes(self) -> None:
+        """They are wrong usage."""
+        assert self.call("--sizes", "1,x").exit_code == 2
