@@ -22,7 +22,7 @@ EXIT_CLOSED = 141
 class Commands(click.Group):
     """Loads a subcommand when it is asked for, and turns errors into one line and an exit code."""
 
-    modules = ("run", "status", "export", "plan", "show-prompt", "models", "doctor")
+    modules = ("run", "summarize", "status", "export", "plan", "show-prompt", "models", "doctor")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the subcommands in the order of the help page."""
