@@ -24,6 +24,9 @@ CHUNK_TOKENS = 1000
 make more merges."""
 
 _LEAST_TOKENS = 16
+_MOST_TINY = 32
+"""A model that is given a heading alone, or the end of a table, makes the rest up."""
+
 _JOINT = 4
 """Tokens that putting text beside other text may add."""
 
@@ -124,13 +127,15 @@ class Cutter:
 
     def _cut(self, text: str, room: int, markdown: bool) -> list[Span]:
         kind = MarkdownSplitter if markdown else TextSplitter
-        splitter = kind.from_callback(self.count, room, trim=False)
+        usual = room - _tiny(room)
+        splitter = kind.from_callback(self.count, usual, trim=False)
         pieces = splitter.chunk_indices(text)
         counts = self._counts([Request(i, i, prompt="." + p) for i, (_, p) in enumerate(pieces)])
-        return [
+        spans = [
             Span(start, start + len(piece), count - self._dot)
             for (start, piece), count in zip(pieces, counts, strict=True)
         ]
+        return _joined(_joined(spans, usual), room, at_most=_tiny(room))
 
     def _all_fit(self, text: str, spans: Sequence[Span]) -> bool:
         task = Task.WHOLE if len(spans) == 1 else Task.PART
@@ -166,3 +171,25 @@ class Cutter:
                 )
             raise ConfigError(f"chunk_tokens: must be at least {need} for summaries of this length")
         return sizes
+
+
+def _tiny(room: int) -> int:
+    """Return how many tokens are too few to be summarized by themselves."""
+    return min(_MOST_TINY, room // 8)
+
+
+def _joined(spans: Sequence[Span], room: int, at_most: int | None = None) -> list[Span]:
+    """Return spans with neighbours put together that have room.
+
+    With `at_most`, only if one of the two has no more tokens.
+    """
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if last is not None:
+            is_small = at_most is None or min(last.tokens, span.tokens) <= at_most
+            if is_small and last.tokens + span.tokens <= room:
+                joined[-1] = Span(last.start, span.end, last.tokens + span.tokens)
+                continue
+        joined.append(span)
+    return joined
