@@ -24,6 +24,7 @@ from localbatch.cli.main import main
 from localbatch.data.errors import ConfigError, InputError, JournalError
 from localbatch.engine.llm import LLM
 from localbatch.summarize import job as job_module
+from localbatch.summarize import stream as stream_module
 from localbatch.summarize.checks import copies, repeats_itself, unknown_numbers, warnings_of
 from localbatch.summarize.cutter import Cutter
 from localbatch.summarize.documents import find_documents
@@ -31,7 +32,9 @@ from localbatch.summarize.extract import extract, tidy
 from localbatch.summarize.job import SummaryConfig, SummaryResult, summarize
 from localbatch.summarize.plan import plan_summaries
 from localbatch.summarize.prompts import Prompts, SummaryOptions, SummaryStyle, Task
+from localbatch.summarize.stream import Counts
 from localbatch.summarize.tree import merge_levels
+from localbatch.summarize.work import DocumentResult
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -327,6 +330,39 @@ class TestJob:
         assert list(errors) == ["bad.txt"]
         assert str(errors["bad.txt"]).startswith("part 1: the worker process ended by SIGKILL")
         assert {d.name: d.summary for d in result.documents if not d.error} == clean
+
+    def test_a_missing_library_is_said_before_anything_is_computed(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With the extra to install; there is no output yet."""
+        job.write("x.pdf", b"%PDF-1.4")
+        monkeypatch.setitem(sys.modules, "pypdf", None)
+        with pytest.raises(ConfigError, match=r"localbatch\[docs\]"):
+            job.run()
+        assert not job.output.exists()
+
+    def test_rows_ahead_are_limited(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Documents are opened as there is room, and the answers are the same."""
+        job.run()
+        want = job.files()
+        monkeypatch.setattr(stream_module, "AHEAD", 3)
+        job.run(fresh=True)
+        assert job.files() == want
+
+    def test_ctrl_c(self, job: Job) -> None:
+        """What was finished is in the output; the next run goes on."""
+        job.run()
+        want = job.files()
+
+        def interrupt(counts: Counts, done: DocumentResult | None) -> None:
+            if counts.finished_nodes >= 4:
+                raise KeyboardInterrupt
+
+        first = summarize(job.config(fresh=True), interrupt)
+        second = job.run()
+        assert first.interrupted
+        assert second.counts.resumed_nodes >= 4
+        assert job.files() == want
 
     def test_sources_are_listed(self, job: Job) -> None:
         """With the place of each part, all of the text together."""

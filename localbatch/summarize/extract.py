@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import email.policy
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from email.message import EmailMessage
 from pathlib import Path
@@ -47,13 +48,23 @@ class Extracted:
     """`text`, `markdown`, `html`, `pdf`, `docx`, `epub` or `email`."""
 
 
+def check_libraries(paths: Iterable[Path]) -> None:
+    """Raise `ConfigError`, naming the extra, if documents need libraries that are not there."""
+    for kind in {_kind(path) for path in paths}:
+        extract_docs.check_libraries(kind)
+
+
+def _kind(path: Path) -> str:
+    return _KINDS.get(path.suffix.lower(), "text")
+
+
 def extract(path: Path, encoding: str = "utf-8") -> Extracted:
     """Return a document's text; plain text is in `encoding` unless a byte order mark says else.
 
     Raises `InputError` if the file has no text to be had, and `ConfigError` naming the extra if a
     library is missing.
     """
-    kind = _KINDS.get(path.suffix.lower(), "text")
+    kind = _kind(path)
     try:
         data = _read(path, MAX_BYTES if kind in ("text", "markdown") else _MAX_FILE_BYTES)
     except OSError as error:

@@ -21,10 +21,22 @@ from localbatch.data.errors import ConfigError, InputError, LocalbatchError
 WITHOUT_TEXT = {"pdf": "has no text (a scan?); recognize its text first, as with ocrmypdf"}
 """What is said of a document without text."""
 
+_LIBRARIES = {
+    "html": ("lxml.html", "inscriptis"),
+    "pdf": ("pypdf",),
+    "docx": ("docx",),
+    "epub": ("lxml.html", "inscriptis"),
+}
 _MAX_UNPACKED_BYTES = 500_000_000
 _CONTAINER = "{urn:oasis:names:tc:opendocument:xmlns:container}"
 _OPF = "{http://www.idpf.org/2007/opf}"
 _DC_TITLE = "{http://purl.org/dc/elements/1.1/}title"
+
+
+def check_libraries(kind: str) -> None:
+    """Raise `ConfigError`, naming the extra, if a kind of document needs what is not there."""
+    for name in _LIBRARIES.get(kind, ()):
+        _library(name)
 
 
 def _library(name: str) -> Any:

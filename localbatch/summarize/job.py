@@ -25,7 +25,7 @@ from localbatch.models.catalog import resolve_model
 from localbatch.summarize.answers import Answers
 from localbatch.summarize.cutter import CHUNK_TOKENS, Cutter
 from localbatch.summarize.documents import Document, find_documents
-from localbatch.summarize.extract import extract
+from localbatch.summarize.extract import check_libraries, extract
 from localbatch.summarize.outputs import INDEX, make_folder, write_index, write_summary
 from localbatch.summarize.prompts import Prompts, SummaryOptions
 from localbatch.summarize.stream import Counts, SummaryStream
@@ -125,6 +125,7 @@ def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -
     and a full disk end the job early. Raises `LocalbatchError` if it can't start.
     """
     documents = find_documents(config.paths, config.output)
+    check_libraries(document.path for document in documents)
     folder = make_folder(config.output)
     path = journal_path(str(folder / INDEX))
     with JobLock(path):

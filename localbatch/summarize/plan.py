@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from localbatch.data.errors import InputError
+from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Request
 from localbatch.engine.llm import LLM
 from localbatch.summarize.cutter import Cutter, Sizes
 from localbatch.summarize.documents import Document, find_documents
-from localbatch.summarize.extract import extract
+from localbatch.summarize.extract import check_libraries, extract
 from localbatch.summarize.job import SummaryConfig, open_cutter
 from localbatch.summarize.stream import AHEAD
 from localbatch.summarize.work import DocumentResult, Work
@@ -57,9 +57,11 @@ def plan_summaries(config: SummaryConfig) -> SummaryPlan:
     """
     first: list[Request] = []
     first_tokens = 0
+    documents = find_documents(config.paths, config.output)
+    check_libraries(document.path for document in documents)
     with open_cutter(config) as cutter:
         plan = SummaryPlan(cutter.sizes)
-        for document in find_documents(config.paths, config.output):
+        for document in documents:
             work = _opened(config, cutter, document, plan)
             for node in work.first[: AHEAD - len(first)] if work else ():
                 request = config.prompts.request(node.task, node.row_id, len(first), node.text)
@@ -81,7 +83,7 @@ def _opened(
     try:
         extracted = extract(document.path, config.encoding)
         spans = cutter.cut(extracted.text, markdown=extracted.kind == "markdown")
-    except InputError as error:
+    except (InputError, ConfigError) as error:
         result = DocumentResult(document.name, str(document.path), error=str(error))
         plan.documents.append(result)
         return None

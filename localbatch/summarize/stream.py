@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from localbatch.data.errors import InputError
+from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Completion, Later, Request
 from localbatch.summarize.answers import Answer, Answers
 from localbatch.summarize.cutter import Cutter
@@ -120,7 +120,7 @@ class SummaryStream:
         try:
             extracted = self._extract(document.path)
             spans = self._cutter.cut(extracted.text, markdown=extracted.kind == "markdown")
-        except InputError as error:
+        except (InputError, ConfigError) as error:
             self._end(DocumentResult(document.name, str(document.path), error=str(error)))
             return True
         work = Work(document, extracted, spans, self._cutter.sizes)
