@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from localbatch.cli.main import main
 from localbatch.data.errors import ConfigError, InputError, JournalError
 from localbatch.engine.llm import LLM
+from localbatch.formats.inputs import InputOptions
 from localbatch.summarize import job as job_module
 from localbatch.summarize import stream as stream_module
 from localbatch.summarize.checks import copies, repeats_itself, unknown_numbers, warnings_of
@@ -134,6 +135,48 @@ class TestCutting:
         """The message says what to change."""
         with pytest.raises(ConfigError, match=r"raise --ctx or lower --length"):
             Cutter("fake", Prompts(SummaryOptions(length=160)), ctx=512, backend="fake")
+
+
+class TestPrompts:
+    def text_of(self, options: SummaryOptions, task: Task, **more: Any) -> str:
+        request = Prompts(options, **more).request(task, "x", 0, " the words \n")
+        if request.prompt is not None:
+            return request.prompt
+        assert request.messages is not None
+        return str(request.messages[-1]["content"])
+
+    def test_what_is_asked(self) -> None:
+        """Style, length, language and focus, before the text and in short after it."""
+        options = SummaryOptions(SummaryStyle.HEADLINE, 7, "Dutch", focus="money")
+        asked = self.text_of(options, Task.FINAL)
+        before, after = asked.split("\n\nText:\nthe words\n\n")
+        for part in (before, after):
+            assert "headline" in part
+            assert "about 7 words" in part
+            assert "in Dutch" in part
+        assert "money" in before
+
+    def test_parts_are_alike_for_all_styles(self) -> None:
+        """Only the last summary has the form that was asked for; a headline's parts are longer."""
+        asked = self.text_of(SummaryOptions(SummaryStyle.HEADLINE), Task.PART)
+        assert "headline" not in asked
+        assert "about 80 words" in asked
+
+    def test_ones_own_instruction(self) -> None:
+        """The text is after it, or at its place in it."""
+        own = SummaryOptions(instruction="Tell me.\n")
+        assert self.text_of(own, Task.MERGE) == "Tell me.\n\nthe words"
+        own = SummaryOptions(instruction="A {text} B {x}")
+        assert self.text_of(own, Task.WHOLE) == "A the words B {x}"
+        raw = self.text_of(own, Task.WHOLE, inputs=InputOptions(chat=False))
+        assert raw == "A the words B {x}\n"
+
+    def test_bad_options(self) -> None:
+        """The field is named."""
+        with pytest.raises(ConfigError, match="length: must be from 1 to 4000 words, not 0"):
+            SummaryOptions(length=0)
+        with pytest.raises(ConfigError, match="instruction: is empty"):
+            SummaryOptions(instruction=" ")
 
 
 class TestChecks:

@@ -59,7 +59,8 @@ class SummaryOptions:
     language: str | None = None
     """Left out: that of the document."""
     instruction: str | None = None
-    """Takes the place of what the model is told, for documents, parts and merges alike."""
+    """Takes the place of what the model is told, for documents, parts and merges alike. The text
+    is put after it, or where it says `{text}`."""
     focus: str | None = None
     """What matters most."""
 
@@ -92,10 +93,10 @@ class Prompts:
 
     def request(self, task: Task, row_id: str, index: int, text: str) -> Request:
         """Return the request for the summary of a text."""
-        prompt = f"{self._instruction(task)}\n\n{text.strip()}"
+        prompt = self._prompt(task, text.strip())
         params = replace(self.params, max_tokens=self.max_tokens(task))
         if not self.inputs.chat:
-            return Request(row_id, index, prompt=f"{prompt}\n\nSummary:\n", params=params)
+            return Request(row_id, index, prompt=f"{prompt}\n", params=params)
         messages: list[Message] = [{"role": "user", "content": prompt}]
         if self.inputs.system is not None:
             messages.insert(0, {"role": "system", "content": self.inputs.system})
@@ -104,24 +105,34 @@ class Prompts:
             template_args=self.inputs.template_args,
         )  # fmt: skip
 
+    def _prompt(self, task: Task, text: str) -> str:
+        """Return what is asked: the instruction first, to be shared, and its gist after the text.
+
+        Small models go on with a text that has nothing after it.
+        """
+        own = self.options.instruction
+        if own is None:
+            return f"{self._instruction(task)}\n\nText:\n{text}\n\n{self._gist(task)}"
+        return own.replace("{text}", text) if "{text}" in own else f"{own.strip()}\n\n{text}"
+
+    def _gist(self, task: Task) -> str:
+        language = f", in {self.options.language}" if self.options.language else ""
+        return f"Summary of this text {self._form(task)}{language}:"
+
+    def _form(self, task: Task) -> str:
+        last = task in (Task.WHOLE, Task.FINAL)
+        form = _FORMS[self.options.style] if last else "in a few sentences"
+        return f"{form}, of about {self.options.words(task)} words"
+
     def _instruction(self, task: Task) -> str:
         options = self.options
-        if options.instruction is not None:
-            return options.instruction.strip()
-        if task in (Task.WHOLE, Task.FINAL):
-            form = f"Summarize the text below {_FORMS[options.style]}"
-        elif task is Task.PART:
-            form = "Summarize the part of a longer text below in a few sentences"
-        else:
-            form = "Combine them into one summary of a few sentences"
-        parts = [f"{form}, of about {options.words(task)} words."]
+        intro = _MERGED if task in (Task.MERGE, Task.FINAL) else ""
+        parts = [f"{intro}Summarize the text below {self._form(task)}."]
         if options.focus:
             parts.append(f"What matters most is this: {options.focus.strip()}.")
-        parts.append(
-            f"Write in {options.language}."
-            if options.language
-            else "Write in the language of the text."
-        )
+        if options.language:
+            parts.append(f"Write in {options.language}.")
+        else:
+            parts.append("Write in the language of the text.")
         parts.append("Use only what the text says, and add no facts, names or numbers.")
-        intro = _MERGED if task in (Task.MERGE, Task.FINAL) else ""
-        return intro + " ".join(parts) + "\n\nText:"
+        return " ".join(parts)
