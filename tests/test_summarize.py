@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from semantic_text_splitter import MarkdownSplitter
 
 from localbatch.cli.main import main
 from localbatch.data.errors import ConfigError, InputError, JournalError
@@ -117,10 +118,12 @@ class TestCutting:
         assert all(text[: span.end].rstrip().endswith(".") for span in spans)
 
     def test_nothing_tiny_stands_alone(self, cutter: Cutter) -> None:
-        """A heading between two code blocks goes with a neighbour."""
-        block = "```\n" + "x = 1\n" * 40 + "```\n"
-        spans = cutter.cut("\n# A\n".join([block] * 4), markdown=True)
-        assert min(span.tokens for span in spans) > 32
+        """What is left over before and after a code block goes with a neighbour."""
+        code = "\n\n".join(["x = 1\n" * 10] * 6)
+        text = f"# A\n\nFirst words.\n\n```\n{code}```\n\n# B\n\n{'word ' * 71}end.\n"
+        splitter = MarkdownSplitter.from_callback(lambda part: len(part.encode()), 368, trim=False)
+        assert sum(len(part) <= 32 for part in splitter.chunks(text)) == 3
+        assert min(span.tokens for span in cutter.cut(text, markdown=True)) > 300
 
     def test_a_tokenizer_with_merges(self, tiny_model: Path) -> None:
         """With llama.cpp's own counts, chunks are the whole text and fit, too."""
@@ -350,6 +353,14 @@ class TestJob:
         }
         assert len(result.documents) == 9
         assert job.run(encoding="latin-1").failed == 4
+
+    def test_a_summary_goes_with_its_document(self, job: Job) -> None:
+        """When a document can't be summarized any more, the old summary is not left there."""
+        job.run()
+        job.write("a.txt", "")
+        job.run()
+        assert not (job.output / "a.txt.md").exists()
+        assert (job.output / "long.md.md").exists()
 
     def test_a_killer_of_the_worker_costs_its_document_only(
         self, job: Job, monkeypatch: pytest.MonkeyPatch
