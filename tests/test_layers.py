@@ -1,8 +1,8 @@
 """Imports point down only, and each foreign library has its one place.
 
 The layers are, from the bottom: data, scheduler, engine, jobs, cli. `models` and `formats` stand
-beside scheduler, `compare` above jobs. What is checked is the source, so imports inside functions
-and those for type checkers only count as well.
+beside scheduler, `compare` and `summarize` between jobs and cli. What is checked is the source, so
+imports inside functions and those for type checkers only count as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,18 @@ MAY_IMPORT = {
     "engine": {"engine", "models", "scheduler", "data"},
     "jobs": {"jobs", "engine", "formats", "models", "scheduler", "data"},
     "compare": {"compare", "jobs", "engine", "formats", "models", "scheduler", "data"},
-    "cli": {"cli", "compare", "jobs", "engine", "formats", "models", "scheduler", "data"},
+    "summarize": {"summarize", "jobs", "engine", "formats", "models", "scheduler", "data"},
+    "cli": {
+        "cli",
+        "compare",
+        "summarize",
+        "jobs",
+        "engine",
+        "formats",
+        "models",
+        "scheduler",
+        "data",
+    },
 }
 ROOT_MODULES = {"__init__", "__main__", "_version"}
 ROOT_MAY_IMPORT = {"data", "engine", "cli"}

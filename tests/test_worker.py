@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,12 +28,13 @@ from localbatch import (
     WorkerError,
 )
 from localbatch.data.config import EngineConfig, Order
-from localbatch.data.request import failed_completion
+from localbatch.data.request import Later, failed_completion
 from localbatch.engine import client as client_module
 from localbatch.engine import worker
 from localbatch.engine.client import WINDOW, WorkerClient
 from localbatch.engine.fake import NUM_VOCAB
 from localbatch.engine.messages import Abort, Failed, Ready, Report, Start, Submit
+from localbatch.engine.supervisor import Supervisor
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -421,3 +424,75 @@ class TestRuns:
 
         assert worker_client.stats.completion_tokens == before + 12
         assert worker_client.stats.slots == 8
+
+
+class TestLater:
+    """Rows that are made of the answers of others."""
+
+    def test_rows_are_asked_for_again_when_answers_came(self) -> None:
+        """Each row is made of the answer before; nothing blocks, and all are computed."""
+        answers: list[Completion] = []
+
+        def rows() -> Iterator[Request | Later]:
+            for index in range(5):
+                while len(answers) < index:
+                    yield Later.LATER
+                before = answers[-1].text if answers else ""
+                yield request(index, f"after {before}!")
+
+        with contextlib.closing(WorkerClient(FAKE)) as client:
+            for event in client.run(rows()):
+                assert isinstance(event, Completion)
+                answers.append(event)
+            alone = [
+                event
+                for index in range(5)
+                for event in client.run(
+                    [request(index, f"after {answers[index - 1].text if index else ''}!")]
+                )
+            ]
+        assert [a.text for a in answers] == [a.text for a in alone if isinstance(a, Completion)]
+
+    def test_waiting_for_nothing_is_an_error(self) -> None:
+        """Rows that wait when none is being computed would wait forever."""
+        with (
+            contextlib.closing(WorkerClient(FAKE)) as client,
+            pytest.raises(EngineError, match="none is being computed"),
+        ):
+            list(client.run([request(0), Later.LATER, Later.LATER, Later.LATER, Later.LATER]))
+
+    def test_others_go_on_meanwhile(self) -> None:
+        """A row that waits for the first answer holds up none of the others."""
+        taken: list[int] = []
+
+        def rows() -> Iterator[Request | Later]:
+            yield request(0)
+            yield request(1, max_tokens=50)
+            while 0 not in taken:
+                yield Later.LATER
+            yield request(2)
+
+        with contextlib.closing(WorkerClient(SLOW)) as client:
+            for event in client.run(rows()):
+                assert isinstance(event, Completion)
+                taken.append(event.index)
+        assert taken == [0, 2, 1]
+
+    def test_a_dead_worker_costs_only_the_guilty_row(self) -> None:
+        """Rows that came of others' answers are run again like any."""
+        taken: list[Completion] = []
+        config = replace(FAKE, fake_dies_on="poison")
+
+        def rows() -> Iterator[Request | Later]:
+            yield from (request(index) for index in range(4))
+            while len(taken) < 4:
+                yield Later.LATER
+            yield request(4, "poison")
+            yield from (request(index, f"{index}") for index in range(5, 8))
+
+        with contextlib.closing(Supervisor(config)) as supervisor:
+            for event in supervisor.run(rows()):
+                assert isinstance(event, Completion)
+                taken.append(event)
+        assert sorted(c.index for c in taken) == list(range(8))
+        assert [c.index for c in taken if c.failed] == [4]

@@ -23,16 +23,9 @@ class Commands(click.Group):
     """Loads a subcommand when it is asked for, and turns errors into one line and an exit code."""
 
     modules = (
-        "run",
-        "status",
-        "export",
-        "plan",
-        "show-prompt",
-        "compare",
-        "sweep",
-        "models",
+        "run", "summarize", "status", "export", "plan", "show-prompt", "compare", "sweep", "models",
         "doctor",
-    )
+    )  # fmt: skip
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the subcommands in the order of the help page."""

@@ -14,6 +14,13 @@ RowId: TypeAlias = str | int
 Message: TypeAlias = Mapping[str, Any]
 
 
+class Later(Enum):
+    """Stands among rows for those that hang on the answers of others."""
+
+    LATER = "later"
+    """No row is ready before another completion was taken."""
+
+
 class FinishReason(str, Enum):
     """Why a row ended."""
 

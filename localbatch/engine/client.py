@@ -18,7 +18,7 @@ from typing import IO
 
 from localbatch.data.config import EngineConfig
 from localbatch.data.errors import EngineError, WorkerError
-from localbatch.data.request import Completion, Request
+from localbatch.data.request import Completion, Later, Request
 from localbatch.engine.engine import EngineStats, TextPiece
 from localbatch.engine.messages import (
     Abort,
@@ -90,19 +90,20 @@ class WorkerClient:
         return self._process.pid
 
     def run(
-        self, rows: Iterable[Request | Completion], *, streams_text: bool = False
+        self, rows: Iterable[Request | Completion | Later], *, streams_text: bool = False
     ) -> Generator[Completion | TextPiece, None, None]:
         """Yield the completion of each request as it ends, and text pieces before if asked for.
 
         Rows are taken from the iterable as there is room; completions among them (rows that
-        failed before) pass through. Closing the iterator calls off what is unfinished. One run at
-        a time.
+        failed before) pass through. At a `Later` no more are taken until the next completions came
+        back. Closing the iterator calls off what is unfinished. One run at a time.
         """
         if self._running:
             raise EngineError("another run is going on with this model")
         self._running = True
         run, source = next(self._runs), iter(rows)
         in_flight: dict[int, int] = {}  # answers to compute, by row
+        batch: list[Request | Completion] = []
         exhausted = False
         try:
             while True:
@@ -116,6 +117,8 @@ class WorkerClient:
                 if not in_flight and exhausted:
                     return
                 if not in_flight:
+                    if not batch:
+                        raise EngineError("rows wait for answers, and none is being computed")
                     continue
                 for event in self._events_of(run):
                     if isinstance(event, Completion):
@@ -222,11 +225,13 @@ class WorkerClient:
 
 
 def _take(
-    source: Iterator[Request | Completion], room: int
+    source: Iterator[Request | Completion | Later], room: int
 ) -> tuple[list[Request | Completion], bool]:
     """Return rows of so many answers, the last may have more, and whether there are no others."""
-    batch = []
+    batch: list[Request | Completion] = []
     for row in source:
+        if isinstance(row, Later):
+            return batch, False
         batch.append(row)
         room -= _num_answers(row)
         if room <= 0:

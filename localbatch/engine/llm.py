@@ -10,7 +10,14 @@ from typing import TypeAlias, TypeVar
 
 from localbatch.data.config import EngineConfig, FlashAttention, KVLayout, Order, Overlength
 from localbatch.data.errors import ConfigError, InputError
-from localbatch.data.request import Completion, Message, Request, RowId, failed_completion
+from localbatch.data.request import (
+    Completion,
+    Later,
+    Message,
+    Request,
+    RowId,
+    failed_completion,
+)
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import ModelCard
 from localbatch.engine.engine import EngineStats, TextPiece
@@ -141,11 +148,13 @@ class LLM:
         return self.run(rows, streams_text=True)
 
     def run(
-        self, rows: Iterable[Request | Completion], *, streams_text: bool = False
+        self, rows: Iterable[Request | Completion | Later], *, streams_text: bool = False
     ) -> Generator[Completion | TextPiece, None, None]:
         """Yield the completion of each request as it ends; completions among `rows` pass through.
 
-        `rows` is read as there is room, so it may be longer than memory.
+        `rows` is read as there is room, so it may be longer than memory. Rows may be made of the
+        answers of others: while none is ready, `rows` yields `Later`, and is asked again when the
+        next completions were taken.
         """
         return self._client.run(rows, streams_text=streams_text)
 

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator
 
 from localbatch.data.config import EngineConfig
 from localbatch.data.errors import EngineError, WorkerError
-from localbatch.data.request import Completion, Request, failed_completion
+from localbatch.data.request import Completion, Later, Request, failed_completion
 from localbatch.engine.backend import ModelCard
 from localbatch.engine.client import WorkerClient
 from localbatch.engine.engine import EngineStats, TextPiece
@@ -50,7 +50,7 @@ class Supervisor:
         return self._client.stats
 
     def run(
-        self, rows: Iterable[Request | Completion], *, streams_text: bool = False
+        self, rows: Iterable[Request | Completion | Later], *, streams_text: bool = False
     ) -> Generator[Completion | TextPiece, None, None]:
         """Yield the completion of each request as it ends; see `WorkerClient.run`.
 
@@ -116,11 +116,11 @@ class Supervisor:
 class _Attempt:
     """Rows on their way to a worker, and those that have not come back."""
 
-    def __init__(self, source: Iterator[Request | Completion]) -> None:
+    def __init__(self, source: Iterator[Request | Completion | Later]) -> None:
         self.out: dict[int, Request] = {}
         self._source = source
 
-    def rows(self) -> Iterator[Request | Completion]:
+    def rows(self) -> Iterator[Request | Completion | Later]:
         """Yield the rows, taking note of them."""
         for row in self._source:
             if isinstance(row, Request):

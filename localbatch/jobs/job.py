@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from localbatch.data.errors import ConfigError, LocalbatchError
-from localbatch.data.request import Choice, Completion, FinishReason, Request
+from localbatch.data.request import Choice, Completion, FinishReason, Later, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
 from localbatch.engine.llm import LLM
@@ -157,7 +157,7 @@ def announce(
     progress.note(summary)
 
 
-def completions(llm: LLM, rows: Iterable[Request | Completion]) -> Iterator[Completion]:
+def completions(llm: LLM, rows: Iterable[Request | Completion | Later]) -> Iterator[Completion]:
     """Yield each row as it ends."""
     with contextlib.closing(llm.run(rows)) as events:
         for event in events:

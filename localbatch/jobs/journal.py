@@ -28,6 +28,8 @@ from localbatch.jobs.journal_files import APPLICATION_ID, VERSION, make_journal
 _SURROUNDINGS = ("unable to open", "readonly", "disk is full", "disk I/O", "locked")
 """In SQLite's messages: it is not the file that is wrong."""
 
+_ROWS = "SELECT number, kind, fingerprint, record, crc FROM rows"
+
 _GROUP_S = 0.05
 """Rows that end within this time are made durable together."""
 
@@ -48,6 +50,16 @@ class Entry(NamedTuple):
     completion: Completion
     fingerprint: bytes
     kind: RowKind
+
+
+class FinishedRow(NamedTuple):
+    """A row as it is kept."""
+
+    number: int
+    kind: RowKind
+    fingerprint: bytes
+    record: str
+    """A line of JSON."""
 
 
 class Counts(NamedTuple):
@@ -139,18 +151,25 @@ class Journal:
 
     def records(self) -> Iterator[str]:
         """Yield the JSON records in the order of the input, as they are when this is called."""
-        return (text for _, text in self.numbered_records())
+        for row in self.rows():
+            yield row.record
 
-    def numbered_records(self) -> Iterator[tuple[int, str]]:
-        """Yield the records with their places in the input, from 0."""
+    def rows(self) -> Iterator[FinishedRow]:
+        """Yield the finished rows in the order of the input, as they are when this is called."""
         try:
-            rows = self._reader.execute("SELECT number, record, crc FROM rows ORDER BY number")
-            for number, text, crc in rows:
-                if zlib.crc32(text.encode()) != crc:
-                    raise self._damage(f"row {number + 1} is not what it was")
-                yield number, text
+            yield from map(self._checked, self._reader.execute(f"{_ROWS} ORDER BY number"))
         except sqlite3.Error as error:
             raise self._read_failure(error) from None
+
+    def record(self, number: int) -> str:
+        """Return the JSON record of a finished row."""
+        return self._checked(self._query(f"{_ROWS} WHERE number = ?", number)[0]).record
+
+    def _checked(self, row: tuple[Any, ...]) -> FinishedRow:
+        number, kind, fingerprint, text, crc = row
+        if zlib.crc32(text.encode()) != crc:
+            raise self._damage(f"row {number + 1} is not what it was")
+        return FinishedRow(number, RowKind(kind), bytes(fingerprint), text)
 
     def add(self, entry: Entry) -> None:
         """Hand a finished row over to be written; raises `OutputError` if writing failed before."""

@@ -95,10 +95,12 @@ def write_job_table(journal: Journal, target: str, answer_column: str | None) ->
 
 
 def _answers(journal: Journal) -> Iterator[Answer]:
-    for index, text in journal.numbered_records():
-        row = json.loads(text)
+    for finished in journal.rows():
+        row = json.loads(finished.record)
         error = row.get("error")
-        yield Answer(index, text_of(row) or "", None if error is None else str(error["message"]))
+        yield Answer(
+            finished.number, text_of(row) or "", None if error is None else str(error["message"])
+        )
 
 
 def _is_table(source: str) -> bool:

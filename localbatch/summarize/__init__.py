@@ -1,0 +1,1 @@
+"""A folder of documents in, a summary of each out."""

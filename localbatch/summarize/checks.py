@@ -1,0 +1,64 @@
+"""What may be wrong with a summary, found without a model."""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
+_COPIED_WORDS = 25
+"""So many words in a row that the source has, too, are a copy."""
+_COPIED_SHARE = 0.8
+_LEAST_WORDS = 12
+_PHRASE = 6
+_REPEATED_SHARE = 0.3
+
+
+def numbers_in(text: str) -> set[str]:
+    """Return the numbers in a text, without what groups their digits or ends a sentence."""
+    return {_plain(found) for found in _NUMBER.findall(text)}
+
+
+def unknown_numbers(summary: str, known: set[str]) -> list[str]:
+    """Return the numbers of a summary that its source does not have, as they are written."""
+    digits = re.compile(r"(?m)^\s*\d+[.)]\s")  # of a numbered list, they are no claim
+    found = _NUMBER.findall(digits.sub(" ", summary))
+    return list(dict.fromkeys(n for n in found if _plain(n) not in known))
+
+
+def repeats_itself(text: str) -> bool:
+    """Return whether a large share of a text's phrases came before in it."""
+    words = text.lower().split()
+    phrases = [tuple(words[i : i + _PHRASE]) for i in range(len(words) - _PHRASE + 1)]
+    if len(words) < _LEAST_WORDS:
+        return False
+    return 1 - len(set(phrases)) / len(phrases) > _REPEATED_SHARE
+
+
+def copies(summary: str, source: str) -> bool:
+    """Return whether nearly all of a summary is a run of words of its source."""
+    words, whole = summary.lower().split(), f" {' '.join(source.lower().split())} "
+    run = min(len(words), _COPIED_WORDS)
+    if len(words) < _LEAST_WORDS or len(words) > 0.8 * len(source.split()):
+        return False
+    places = range(0, len(words) - run + 1, max(1, run // 2))
+    hits = sum(f" {' '.join(words[i : i + run])} " in whole for i in places)
+    return hits >= _COPIED_SHARE * len(places)
+
+
+def warnings_of(summary: str, source: str, *, is_cut: bool) -> list[str]:
+    """Return what is suspicious about a summary of a source, in a few words each."""
+    if not summary.strip():
+        return ["is empty"]
+    found = []
+    if is_cut:
+        found.append("ends at the token limit")
+    if repeats_itself(summary):
+        found.append("repeats itself")
+    if copies(summary, source):
+        found.append("copies its source")
+    return found
+
+
+def _plain(number: str) -> str:
+    """Return 1,234,567.50 as 1234567.50, so that it is found however it is grouped."""
+    return re.sub(r",(?=\d{3}(?!\d))", "", number)

@@ -1,0 +1,92 @@
+"""The files of a job: a summary for each document, and the index of all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from localbatch.data.errors import OutputError
+from localbatch.formats.outputs import write_lines
+from localbatch.formats.records import json_line
+from localbatch.summarize.work import DocumentResult
+
+COLUMNS = (
+    "name", "path", "title", "kind", "words", "tokens", "chunks", "levels", "summary", "output",
+    "prompt_tokens", "completion_tokens", "seconds", "warnings", "error",
+)  # fmt: skip
+INDEX = "index"
+
+
+def summary_path(name: str) -> str:
+    """Return where a document's summary is, below the output folder."""
+    return f"{name}.md"
+
+
+def write_summary(folder: Path, result: DocumentResult, *, with_sources: bool) -> None:
+    """Write a document's summary; one of an earlier run goes if there is an error now.
+
+    Raises `OutputError` if that can't be done.
+    """
+    path = folder / summary_path(result.name)
+    try:
+        if result.error is not None:
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path}: can't be written ({error.strerror})") from None
+    write_lines(str(path), _lines(result, with_sources))
+
+
+def write_index(folder: Path, results: Iterable[DocumentResult]) -> None:
+    """Write `index.csv` and `index.jsonl`, a row for each document; raises `OutputError`."""
+    rows = [_row(result) for result in results]
+    write_lines(str(folder / f"{INDEX}.jsonl"), (json_line(row) for row in rows))
+    flat = ({**row, "warnings": "; ".join(row["warnings"])} for row in rows)
+    write_lines(str(folder / f"{INDEX}.csv"), _csv_lines(flat))
+
+
+def make_folder(path: str) -> Path:
+    """Make the output folder; raises `OutputError` if that can't be done."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"{path}: can't be made ({error.strerror}); name another folder"
+        ) from None
+    return Path(path)
+
+
+def _lines(result: DocumentResult, with_sources: bool) -> Iterator[str]:
+    yield from (f"# {result.title}", "", result.summary)
+    if result.warnings:
+        yield from ("", f"> Check this summary: it {'; '.join(result.warnings)}.")
+    if with_sources:
+        yield from ("", f"## Sources: {result.path}", "")
+        for source in result.sources:
+            summary = " ".join(source.summary.split())
+            span = f"from line {source.line:,}, characters {source.start:,} to {source.end:,}"
+            yield f"- {span}: {summary}"
+
+
+def _row(result: DocumentResult) -> dict[str, Any]:
+    failed = result.error is not None
+    values = {
+        **{name: getattr(result, name) for name in COLUMNS if name != "output"},
+        "output": None if failed else summary_path(result.name),
+        "summary": None if failed else result.summary,
+        "seconds": round(result.seconds, 3),
+    }
+    return {name: values[name] for name in COLUMNS}
+
+
+def _csv_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    yield ",".join(COLUMNS)
+    for row in rows:
+        line = io.StringIO()
+        csv.DictWriter(line, COLUMNS, lineterminator="").writerow(row)
+        yield line.getvalue()

@@ -1,0 +1,94 @@
+"""What a job would be: documents, tokens, chunks, merges and the expected time."""
+
+from __future__ import annotations
+
+from localbatch.data.errors import ConfigError, InputError
+from localbatch.data.request import Request
+from localbatch.engine.llm import LLM
+from localbatch.summarize.cutter import Cutter, Sizes
+from localbatch.summarize.documents import Document, find_documents
+from localbatch.summarize.extract import check_libraries, extract
+from localbatch.summarize.job import SummaryConfig, open_cutter
+from localbatch.summarize.stream import AHEAD
+from localbatch.summarize.work import DocumentResult, Work
+
+
+class SummaryPlan:
+    """All documents of a job, read and cut."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.documents: list[DocumentResult] = []
+        self.merges = 0
+        self.all_tokens = 0
+        """Of chunks, and at most of what is merged."""
+        self.expected_s: float | None = None
+        """If every answer is as long as it may be; `None` if nothing is computed or measured."""
+
+    @property
+    def failed(self) -> int:
+        """Documents that will have an error in place of a summary."""
+        return sum(document.error is not None for document in self.documents)
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """What there is to say, as (what, value)."""
+        good = [document for document in self.documents if document.error is None]
+        bad = f"; {self.failed:,} can't be summarized" if self.failed else ""
+        tokens, chunks = sum(d.tokens for d in good), sum(d.chunks for d in good)
+        longest = max((d.chunks for d in good), default=0)
+        expected = "not measured"
+        if self.expected_s is not None:
+            expected = f"{self.expected_s:,.0f} s if every answer is as long as it may be"
+        return [
+            ("documents", f"{len(self.documents):,}{bad}"),
+            ("text", f"{sum(d.words for d in good):,} words, {tokens:,} tokens"),
+            ("chunks", f"{chunks:,} of up to {self.sizes.chunk:,} tokens, {longest:,} at most"
+                       " in a document"),
+            ("merges", f"{self.merges:,} of up to {self.sizes.fan_in} summaries"),
+            ("expected", expected),
+        ]  # fmt: skip
+
+
+def plan_summaries(config: SummaryConfig) -> SummaryPlan:
+    """Read and cut all documents of a job, and plan it, without computing anything.
+
+    Raises `LocalbatchError` if the model, a path or the settings won't do.
+    """
+    first: list[Request] = []
+    first_tokens = 0
+    documents = find_documents(config.paths, config.output)
+    check_libraries(document.path for document in documents)
+    with open_cutter(config) as cutter:
+        plan = SummaryPlan(cutter.sizes)
+        for document in documents:
+            work = _opened(config, cutter, document, plan)
+            for node in work.first[: AHEAD - len(first)] if work else ():
+                request = config.prompts.request(node.task, node.row_id, len(first), node.text)
+                first.append(request)
+                first_tokens += node.tokens
+    if first:
+        with LLM(config.model, **config.engine) as llm:
+            llm.prepare(first)
+            choice = llm.stats.plan
+        if choice is not None and choice.expected_s is not None:
+            plan.expected_s = choice.expected_s * plan.all_tokens / max(1, first_tokens)
+    return plan
+
+
+def _opened(
+    config: SummaryConfig, cutter: Cutter, document: Document, plan: SummaryPlan
+) -> Work | None:
+    """Read and cut a document, and add it to the plan."""
+    try:
+        extracted = extract(document.path, config.encoding)
+        spans = cutter.cut(extracted.text, markdown=extracted.kind == "markdown")
+    except (InputError, ConfigError) as error:
+        result = DocumentResult(document.name, str(document.path), error=str(error))
+        plan.documents.append(result)
+        return None
+    work = Work(document, extracted, spans, cutter.sizes)
+    plan.documents.append(work.result)
+    plan.merges += work.num_nodes - work.result.chunks
+    plan.all_tokens += work.num_tokens
+    return work
