@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from localbatch.cli.main import complete_model, debug_option, terminate_as_interrupt
-from localbatch.cli.options import integer, prompt_options, take_inputs
+from localbatch.cli.options import column_options, integer, prompt_options, take_inputs
 from localbatch.compare import html, plot
 from localbatch.compare.comparison import CompareConfig
 from localbatch.compare.modes import MODES
@@ -139,6 +139,7 @@ def engine_config(model: str, options: dict[str, Any], layout: KVLayout) -> Engi
     help="KV cells of its own for each row (exact on the CPU), or one pool for all.",
 )  # fmt: skip
 @prompt_options
+@column_options
 @machine_options
 @debug_option
 def compare(model: str, source: str, **options: Any) -> None:

@@ -121,6 +121,15 @@ def prompt_options(command: Any) -> Any:
             type=click.File(encoding="utf-8"),
             help="Jinja template to use in place of the model's own.",
         ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def column_options(command: Any) -> Any:
+    """Add the options that say what of a row is its prompt."""
+    options = [
         click.option(
             "--prompt-column",
             metavar="NAME",
@@ -144,7 +153,7 @@ def prompt_options(command: Any) -> Any:
 
 
 def take_inputs(options: dict[str, Any]) -> InputOptions:
-    """Take what `prompt_options` added out of a command's options.
+    """Take what `prompt_options` and `column_options` added out of a command's options.
 
     What the engine has to know of it stays. Raises `ConfigError` if options contradict each other.
     """
@@ -160,7 +169,8 @@ def take_inputs(options: dict[str, Any]) -> InputOptions:
             options["chat_template"] = file.read()
         except UnicodeDecodeError:
             raise ConfigError(f"{file.name}: is no text in UTF-8") from None
-    own = {name: options.pop(name) for name in ("prompt_column", "id_column", "template")}
+    names = ("prompt_column", "id_column", "template")
+    own = {name: options.pop(name) for name in names if name in options}
     return InputOptions(chat, system, template_args, **own)
 
 

@@ -8,6 +8,7 @@ import click
 
 from localbatch.cli.main import complete_model, debug_option
 from localbatch.cli.options import (
+    column_options,
     engine_options,
     prompt_options,
     sampling_options,
@@ -23,6 +24,7 @@ from localbatch.jobs.plan import plan_job
 @click.argument("source", metavar="[INPUT]", required=False, type=click.Path(allow_dash=True))
 @sampling_options
 @prompt_options
+@column_options
 @engine_options
 @debug_option
 def plan(model: str, source: str | None, **options: Any) -> None:

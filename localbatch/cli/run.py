@@ -17,6 +17,7 @@ from localbatch.cli.main import (
 )
 from localbatch.cli.options import (
     answer_column_option,
+    column_options,
     engine_options,
     output_option,
     prompt_options,
@@ -56,6 +57,7 @@ def dry_run(config: JobConfig) -> None:
 @style_option
 @sampling_options
 @prompt_options
+@column_options
 @engine_options
 @click.option("--dry-run", "only_plan", is_flag=True, help="Check all rows and plan; run none.")
 @click.option("--fresh", is_flag=True, help="Forget what an earlier run of OUTPUT finished.")

@@ -9,6 +9,7 @@ import click
 
 from localbatch.cli.main import complete_model, debug_option
 from localbatch.cli.options import (
+    column_options,
     engine_options,
     prompt_options,
     sampling_options,
@@ -25,6 +26,7 @@ from localbatch.jobs.show_prompt import show_prompt as preview_of
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
 @sampling_options
 @prompt_options
+@column_options
 @engine_options
 @debug_option
 def show_prompt(model: str, source: str, row_id: str | None, as_json: bool, **options: Any) -> None:
