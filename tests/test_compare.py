@@ -380,12 +380,11 @@ class TestTasks:
             CompareConfig(**{"engine": FAKE, "requests": ROWS, **settings})
 
     def test_made_up_rows(self) -> None:
-        """Prompts have about the tokens asked for; no two begin alike."""
-        rows = made_up(FakeBackend(), MadeUpRows(12, 40, 7))
+        """Prompts have exactly the tokens asked for; no two begin alike."""
+        rows, tokenize = made_up(FakeBackend(), MadeUpRows(12, 40, 7)), FakeBackend().tokenize
 
-        lengths = {len(FakeBackend().tokenize(r.prompt or "", add_special=True,
-                                              parse_special=False)) for r in rows}  # fmt: skip
-        assert max(lengths) - min(lengths) < len(" word")
+        prompts = [tokenize(r.prompt or "", add_special=True, parse_special=False) for r in rows]
+        assert [len(prompt) for prompt in prompts] == [40] * 12
         assert len({(row.prompt or "").split()[0] for row in rows}) == 12
         assert all(row.params.max_tokens == 7 and row.params.ignore_eos for row in rows)
 

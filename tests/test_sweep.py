@@ -32,7 +32,8 @@ def outcome(rows: int, wall_s: float, peak_mib: int = 100) -> Outcome:
     """Return a run of rows with 6 prompt tokens and 4 tokens out."""
     return Outcome(
         "static", wall_s=wall_s, peak_bytes=peak_mib << 20,
-        prompt_tokens=dict.fromkeys(range(rows), 6), tokens=dict.fromkeys(range(rows), (1, 2, 3, 4)),
+        prompt_tokens=dict.fromkeys(range(rows), 6),
+        tokens=dict.fromkeys(range(rows), (1, 2, 3, 4)),
         token_times={i: [wall_s] * 4 for i in range(rows)},
     )  # fmt: skip
 

@@ -106,8 +106,8 @@ def lines(values: Sequence[Line], unit: str) -> str:
         level = place(1, most * share)[1]
         parts.append(f'<path class="grid" d="M{left} {level:.1f}h{plot}"/>')
         parts.append(_text(left - 8, level + 4, f"{most * share:.3g}", "end"))
-    for x in sorted({x for x, _ in points}):
-        parts.append(_text(place(x, 0)[0], height + 18, str(x), "middle"))
+    for batch in sorted({x for x, _ in points}):
+        parts.append(_text(place(batch, 0)[0], height + 18, str(batch), "middle"))
     parts.append(_text(left + plot / 2, height + 36, f"rows in the batch; {unit}", "middle"))
     for number, line in enumerate(values):
         places = [place(*point) for point in line.points]
