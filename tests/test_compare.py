@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from localbatch.data.config import EngineConfig
 from localbatch.data.errors import ConfigError, EngineError, WorkerError
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
-from localbatch.engine.backend import Sample
+from localbatch.engine.backend import ContextConfig, Numerics, Sample
 from localbatch.engine.fake import FakeBackend
 from localbatch.scheduler.plan import StepPlan
 
@@ -515,6 +516,23 @@ class TestReport:
         assert parse_gpus(said) == GpuReading(0.75, 1025 << 20, ("NVIDIA A", "NVIDIA B"))
         assert parse_gpus("[N/A], 3, X") is None
         assert parse_gpus("") is None
+
+
+class TestPadding:
+    def test_by_hand_modes_are_not_padded(
+        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the engine pads batches, a context that must not be padded is said to vary."""
+        from localbatch.engine import llama
+
+        monkeypatch.setattr(llama, "numerics_of", lambda *_: Numerics.SAME_IN_ANY_BATCH)
+        backend = llama.LlamaBackend(str(tiny_model))
+        config = ContextConfig(2, 256, None, chunk=512, threads=1)
+        try:
+            assert backend.open(config) is Numerics.SAME_IN_ANY_BATCH
+            assert backend.open(replace(config, may_pad=False)) is Numerics.VARIES
+        finally:
+            backend.close()
 
 
 class TestProcesses:

@@ -9,6 +9,7 @@ from localbatch.compare.trace import Step
 from localbatch.data.config import EngineConfig
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
+from localbatch.engine.backend import Numerics
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Outcome:
     gpu_peak_bytes: int | None = None
     gpu_use: float | None = None
     """Mean share of the time in which the GPU computed."""
-    varies: bool = False
-    """Whether a row's last bits may depend on the rows beside it, by the engine's own check."""
+    numerics: Numerics | None = None
+    """What the engine found a row's last bits to depend on; `None`: it was not asked."""
 
 
 def comparable(request: Request) -> Request:
