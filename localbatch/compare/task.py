@@ -70,7 +70,7 @@ class Outcome:
     """What a rectangular batch would have computed besides: shorter prompts filled up to the
     longest of their group, ended rows carried on to its end."""
     peak_bytes: int = 0
-    """Most memory of all its processes together; shared pages count once."""
+    """Most memory of all its processes together; what they map of files counts once."""
     gpu_peak_bytes: int | None = None
     gpu_use: float | None = None
     """Mean share of the time in which the GPU computed."""
