@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -19,6 +22,7 @@ from hypothesis import strategies as st
 
 from localbatch.cli import main
 from localbatch.compare import comparison
+from localbatch.compare.bench import Bench
 from localbatch.compare.comparison import CompareConfig, compare, tasks_of
 from localbatch.compare.figures import (
     Agreement,
@@ -32,20 +36,21 @@ from localbatch.compare.figures import (
 from localbatch.compare.gpu import GpuReading, parse_gpus
 from localbatch.compare.margins import Fork, MarginTask, margins
 from localbatch.compare.modes import MODES
-from localbatch.compare.process import run_task
+from localbatch.compare.process import resident_bytes, run_task
 from localbatch.compare.report import spread, table, text_of
 from localbatch.compare.rounds import Series, run_rounds, turned
 from localbatch.compare.rows import made_up
 from localbatch.compare.task import MadeUpRows, Outcome, Task, comparable, joined
-from localbatch.compare.trace import Span, Step, spans
+from localbatch.compare.trace import Span, Step, Trace, TracedBackend, spans
 from localbatch.compare.worker import measure
 from localbatch.data.config import EngineConfig
 from localbatch.data.errors import ConfigError, EngineError, WorkerError
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
-from localbatch.engine.backend import Sample
+from localbatch.engine.backend import ContextConfig, Numerics, Sample
 from localbatch.engine.fake import FakeBackend
-from localbatch.scheduler.plan import StepPlan
+from localbatch.scheduler.plan import PlanRow, StepPlan
+from localbatch.scheduler.sequence import Sequence as TokenSequence
 
 FAKE = EngineConfig(model="fake", backend="fake")
 
@@ -215,6 +220,14 @@ class TestModes:
         with pytest.raises(ConfigError, match="at most 256 rows"):
             measured("static", rows_of(*[(3, 1)] * 300), batch=300)
 
+    def test_contexts_by_hand_are_not_padded(self) -> None:
+        """They are what llama.cpp does by itself; only the engine's own modes pad."""
+        trace = Trace()
+        bench = Bench(TracedBackend(FakeBackend(), trace), trace, FAKE, ROWS, 2)
+        bench.encode()
+
+        assert not bench.open(2).may_pad
+
     def test_set_up_is_not_run_time(self) -> None:
         """Two computations of warming up come before the clock starts."""
         assert measured("sequential", ROWS).setup_s == 2
@@ -324,6 +337,18 @@ class TestTrace:
             Span(1, 0, 0, 9.0, 10.0, False),
         ]  # fmt: skip
 
+    def test_a_row_that_begins_anew_is_timed_anew(self) -> None:
+        """What was known of its first try is forgotten, from the token on that comes again."""
+        clock = Clock()
+        trace = Trace(clock)
+        trace.start()
+        sequence = TokenSequence(ROWS[0], [5, 6])
+        for end, now in ((2, 1), (3, 2), (4, 3), (2, 5), (3, 6)):
+            clock.now = 100.0 + now
+            trace.note_tokens([PlanRow(sequence, 0, 0, end, True, True)])
+
+        assert trace.token_times == {0: [5, 6]}
+
 
 class TestTasks:
     def test_comparable_rows_are_greedy(self) -> None:
@@ -380,12 +405,11 @@ class TestTasks:
             CompareConfig(**{"engine": FAKE, "requests": ROWS, **settings})
 
     def test_made_up_rows(self) -> None:
-        """Prompts have about the tokens asked for; no two begin alike."""
-        rows = made_up(FakeBackend(), MadeUpRows(12, 40, 7))
+        """Prompts have exactly the tokens asked for; no two begin alike."""
+        rows, tokenize = made_up(FakeBackend(), MadeUpRows(12, 40, 7)), FakeBackend().tokenize
 
-        lengths = {len(FakeBackend().tokenize(r.prompt or "", add_special=True,
-                                              parse_special=False)) for r in rows}  # fmt: skip
-        assert max(lengths) - min(lengths) < len(" word")
+        prompts = [tokenize(r.prompt or "", add_special=True, parse_special=False) for r in rows]
+        assert [len(prompt) for prompt in prompts] == [40] * 12
         assert len({(row.prompt or "").split()[0] for row in rows}) == 12
         assert all(row.params.max_tokens == 7 and row.params.ignore_eos for row in rows)
 
@@ -518,6 +542,23 @@ class TestReport:
         assert parse_gpus("") is None
 
 
+class TestPadding:
+    def test_by_hand_modes_are_not_padded(
+        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the engine pads batches, a context that must not be padded is said to vary."""
+        from localbatch.engine import llama
+
+        monkeypatch.setattr(llama, "numerics_of", lambda *_: Numerics.SAME_IN_ANY_BATCH)
+        backend = llama.LlamaBackend(str(tiny_model))
+        config = ContextConfig(2, 256, None, chunk=512, threads=1)
+        try:
+            assert backend.open(config) is Numerics.SAME_IN_ANY_BATCH
+            assert backend.open(replace(config, may_pad=False)) is Numerics.VARIES
+        finally:
+            backend.close()
+
+
 class TestProcesses:
     def test_a_measurement_has_processes_of_its_own(self) -> None:
         """Two of them share the rows; memory is both's, and both count from one start."""
@@ -533,6 +574,21 @@ class TestProcesses:
         config = EngineConfig(model="fake", backend="fake", fake_step_s=0.05)
 
         assert run_task(Task("sequential", config, ROWS)).peak_bytes > 5 << 20
+
+    def test_mapped_files_count_once(self) -> None:
+        """10 and 12 bytes, 4 and 5 of them mapped: 6 + 7 + 5; a process that ended has none."""
+
+        class Process:
+            def __init__(self, rss: int, shared: int) -> None:
+                self.memory = SimpleNamespace(rss=rss, shared=shared)
+
+            def memory_info(self) -> SimpleNamespace:
+                if not self.memory.rss:
+                    raise psutil.NoSuchProcess(1)
+                return self.memory
+
+        processes: Any = [Process(10, 4), Process(12, 5), Process(0, 0)]
+        assert resident_bytes(processes) == 18
 
     def test_a_process_that_dies_says_how(self) -> None:
         """The signal is named."""

@@ -18,6 +18,7 @@ from localbatch.compare.task import Outcome, Task, comparable
 from localbatch.data.config import EngineConfig, KVLayout
 from localbatch.data.errors import ConfigError, LocalbatchError
 from localbatch.data.request import Request
+from localbatch.engine.backend import Numerics
 from localbatch.engine.machine import available_memory, usable_threads
 
 REFERENCE = Sequential.name
@@ -162,8 +163,14 @@ def _fork(difference: Difference, request: Request, sample: Outcome) -> Fork:
 def notes_on(series: Series, config: CompareConfig) -> list[str]:
     """Return what a reader of the figures must know."""
     notes = []
-    if any(run.varies for runs in series.runs.values() for run in runs):
+    found = {run.numerics for runs in series.runs.values() for run in runs}
+    if Numerics.VARIES in found:
         notes.append("with these settings a row's last bits depend on the rows beside it")
+    if Numerics.SAME_IN_ANY_BATCH in found:
+        notes.append(
+            "on this processor batches of the continuous modes are padded, so that a row has the "
+            "same bits in any of them; those of the other modes are not, and answers may differ"
+        )
     if config.engine.kv_layout is KVLayout.UNIFIED:
         notes.append("one pool of KV cells for all rows (unified)")
     multi = series.runs.get("multi-instance")

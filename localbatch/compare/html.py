@@ -8,7 +8,15 @@ from html import escape
 from typing import Any
 
 from localbatch.compare.figures import gaps
-from localbatch.compare.report import ROOM, SPEED, TIMES, Column, Comparison, ModeReport
+from localbatch.compare.report import (
+    ROOM,
+    SPEED,
+    TIMES,
+    Column,
+    Comparison,
+    ModeReport,
+    rounds_text,
+)
 from localbatch.compare.svg import Bar, Line, bars, lines, ranges, timeline
 from localbatch.compare.sweep import Sweep, knee_line, point_cells, point_head
 from localbatch.compare.trace import spans
@@ -22,20 +30,21 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --page: #17181b; --ink: #e8e9ec; --soft: #a0a4ac;
   --grid: #34363c; --s0: #5b9fee; --s1: #ee8450; --s2: #35b98a; --s3: #ab83ea; --d1: #2f5f99;
   --idle: #26282d; } }
-body { margin: 2rem auto; max-width: 820px; padding: 0 1rem; background: var(--page);
+body { margin: 2rem auto; max-width: 1000px; padding: 0 1rem; background: var(--page);
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
 p, figcaption { color: var(--soft); } figure { margin: 1rem 0; overflow-x: auto; }
 svg { width: 100%; min-width: 560px; height: auto; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; } th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap;
+.wide { overflow-x: auto; margin: 1.2rem 0; }
+th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--grid); } th:first-child, td:first-child { text-align: left; }
 .series-0 { fill: var(--s0); } .series-1 { fill: var(--s1); } .series-2 { fill: var(--s2); }
 .series-3 { fill: var(--s3); } .line { fill: none; stroke-width: 2; }
 .stroke-0 { stroke: var(--s0); } .stroke-1 { stroke: var(--s1); } .stroke-2 { stroke: var(--s2); }
 .stroke-3 { stroke: var(--s3); } .grid { stroke: var(--grid); fill: none; }
-.axis { stroke: var(--ink); fill: none; } .mark { stroke: var(--page); stroke-width: 2; }
+.axis { stroke: var(--ink); fill: none; } .mark { stroke: var(--ink); stroke-width: 2.5; }
 .prefill { fill: var(--s1); } .decode-0 { fill: var(--s0); } .decode-1 { fill: var(--d1); }
 .idle { fill: var(--idle); } .key { display: inline-block; width: .8em; height: .8em;
   vertical-align: -.05em; margin: 0 .3em 0 .8em; }
@@ -59,7 +68,7 @@ def comparison_page(report: Comparison) -> str:
         *_tables(modes),
         *_chapter("Time to a row's last token",
                   "From the common start. Bars: the middle half of all rows; thin lines: the "
-                  "middle 90 %; notch: the median. Logarithmic.",
+                  "middle 90 %; mark: the median. Logarithmic.",
                   ranges([(m.mode, _latencies(m)) for m in modes], "s")),
         *_chapter("Time to a row's first token", "Waiting for a place included.",
                   ranges([(m.mode, _first_tokens(m)) for m in modes], "s")),
@@ -70,7 +79,7 @@ def comparison_page(report: Comparison) -> str:
         *(part for mode in modes for part in _timeline(mode)),
         *_left_out(report),
     ]  # fmt: skip
-    facts = f"{report.rows:,} rows, medians of {report.rounds} rounds"
+    facts = f"{report.rows:,} rows, {rounds_text(report.rounds)}"
     return _page(f"{report.model}: ways to run rows", facts, report.machine, parts,
                  report.as_dict())  # fmt: skip
 
@@ -101,8 +110,8 @@ def sweep_page(report: Sweep) -> str:
             *(f"<p>{size} rows: not run: {escape(why)}</p>" for size, why in curve.failed.items()),
         ]
     facts = (
-        f"{report.prompt_tokens} prompt + {report.max_tokens} output tokens a row, medians of "
-        f"{report.rounds} rounds"
+        f"{report.prompt_tokens} prompt + {report.max_tokens} output tokens a row, "
+        f"{rounds_text(report.rounds)}"
     )
     return _page(f"{report.model}: scaling with the batch", facts, report.machine, parts,
                  report.as_dict())  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from localbatch.compare.modes import scheduling_of
+from localbatch.compare.bench import scheduling_of
 from localbatch.data.config import EngineConfig
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams

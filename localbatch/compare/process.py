@@ -173,20 +173,24 @@ class Watch:
     def _run(self) -> None:
         next_gpu = time.monotonic() + _GPU_EVERY_S
         while not self._stop.wait(_MEMORY_EVERY_S):
-            self.peak_bytes = max(self.peak_bytes, sum(map(own_bytes, self._processes)))
+            self.peak_bytes = max(self.peak_bytes, resident_bytes(self._processes))
             if self._gpu_before is not None and time.monotonic() >= next_gpu:
                 reading = read_gpus()
                 self._gpu += [reading] if reading else []
                 next_gpu = time.monotonic() + _GPU_EVERY_S
 
 
-def own_bytes(process: psutil.Process) -> int:
-    """Return a process's resident bytes, its share of pages that others have, too; 0 if it ended.
+def resident_bytes(processes: Sequence[psutil.Process]) -> int:
+    """Return the resident bytes of all processes; those that ended have none.
 
-    Where the system does not tell shares, such pages count in full.
+    What they map of files, such as the weights, counts once for all of them, where the system tells
+    it apart (Linux), whoever else maps it, too.
     """
-    with contextlib.suppress(psutil.Error):
-        with contextlib.suppress(psutil.AccessDenied, AttributeError):
-            return int(process.memory_full_info().pss)
-        return int(process.memory_info().rss)
-    return 0
+    own, mapped = 0, 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            memory = process.memory_info()
+            shared = int(getattr(memory, "shared", 0))
+            own += int(memory.rss) - shared
+            mapped = max(mapped, shared)
+    return own + mapped

@@ -175,7 +175,7 @@ def text_of(report: Comparison) -> str:
     lines = [
         f"{report.model} on {report.machine.get('cpu', 'this machine')}, "
         f"{report.machine.get('cores', '?')} cores: {report.rows:,} rows, {prompt:,.0f} prompt + "
-        f"{output:,.0f} output tokens, medians of {report.rounds} rounds",
+        f"{output:,.0f} output tokens, {rounds_text(report.rounds)}",
     ]
     has_gpu = any(mode.of("gpu_use") is not None for mode in report.modes)
     for columns in (SPEED, TIMES, ROOM if has_gpu else ROOM[:-1]):
@@ -183,6 +183,11 @@ def text_of(report: Comparison) -> str:
     if report.failed:
         lines += ["", *(f"{name}: not run: {reason}" for name, reason in report.failed.items())]
     return "\n".join([*lines, *_difference_lines(report), *_note_lines(report)])
+
+
+def rounds_text(rounds: int) -> str:
+    """Return how often everything was measured, in words."""
+    return f"medians of {rounds} rounds" if rounds > 1 else "one round"
 
 
 def mode_table(modes: Sequence[ModeReport], columns: Sequence[Column]) -> list[str]:

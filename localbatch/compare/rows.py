@@ -7,7 +7,7 @@ from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Backend
 
-_MOST_TRIES = 8
+_PIECES = (" word", " a", "!")
 
 
 def made_up(backend: Backend, wanted: MadeUpRows) -> list[Request]:
@@ -23,12 +23,16 @@ def made_up(backend: Backend, wanted: MadeUpRows) -> list[Request]:
 
 
 def _text(backend: Backend, number: int, length: int) -> str:
-    words = length
+    """Return words that begin with a number, and smaller pieces for what is missing at the end."""
+
+    def fits(text: str) -> bool:
+        return len(backend.tokenize(text, add_special=True, parse_special=False)) <= length
+
     text = str(number)
-    for _ in range(_MOST_TRIES):
-        text = f"{number}" + " word" * words
-        missing = length - len(backend.tokenize(text, add_special=True, parse_special=False))
-        if missing == 0:
-            break
-        words = max(0, words + missing)
+    for piece in _PIECES:
+        low, high = 0, length  # the most pieces that fit: in low..high
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(text + piece * middle) else (low, middle - 1)
+        text += piece * low
     return text

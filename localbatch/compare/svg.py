@@ -61,7 +61,11 @@ def ranges(values: Sequence[tuple[str, Sequence[float]]], unit: str, scale: floa
     def place(value: float) -> float:
         return _LEFT + plot * (log10(max(value, 10.0**first)) - first) / (last - first)
 
-    parts = []
+    bottom, parts = len(found) * _BAR, []
+    for exponent in range(first, last + 1):
+        x = place(10.0**exponent)
+        parts.append(f'<path class="grid" d="M{x:.1f} 0V{bottom}"/>')
+        parts.append(_text(x, bottom + 16, f"{10.0**exponent:g} {unit}", "middle"))
     for number, (label, (p5, p25, p50, p75, p95)) in enumerate(found):
         top = number * _BAR
         middle = top + _BAR / 2 - 3
@@ -71,13 +75,8 @@ def ranges(values: Sequence[tuple[str, Sequence[float]]], unit: str, scale: floa
             _text(_LEFT - 8, middle + 4, label, "end"),
             f'<path class="axis" d="M{place(p5):.1f} {middle:.1f}H{place(p95):.1f}"/>',
             _rect(place(p25), top + 2, width, _BAR - 10, "series-0", told),
-            f'<path class="mark" d="M{place(p50):.1f} {top + 2}v{_BAR - 10}"/>',
+            f'<path class="mark" d="M{place(p50):.1f} {top}v{_BAR - 6}"/>',
         ]
-    bottom = len(found) * _BAR
-    for exponent in range(first, last + 1):
-        x = place(10.0**exponent)
-        parts.append(f'<path class="grid" d="M{x:.1f} 0V{bottom}"/>')
-        parts.append(_text(x, bottom + 16, f"{10.0**exponent:g} {unit}", "middle"))
     return _svg(bottom + 22, parts, "ranges")
 
 
@@ -96,7 +95,7 @@ def lines(values: Sequence[Line], unit: str) -> str:
     if not points:
         return ""
     most, last = max(y for _, y in points) or 1, max(1.0, log2(max(x for x, _ in points)))
-    left, plot, height = 70, WIDTH - 70 - _LEFT, _LINE_HEIGHT
+    left, plot, height = 70, WIDTH - 90 - _LEFT, _LINE_HEIGHT
 
     def place(x: int, y: float) -> tuple[float, float]:
         return left + plot * log2(x) / last, 10 + (height - 10) * (1 - y / most)
@@ -105,8 +104,8 @@ def lines(values: Sequence[Line], unit: str) -> str:
     for share in (0, 0.25, 0.5, 0.75, 1):
         level = place(1, most * share)[1]
         parts.append(f'<path class="grid" d="M{left} {level:.1f}h{plot}"/>')
-        parts.append(_text(left - 8, level + 4, f"{most * share:.3g}", "end"))
-    for batch in sorted({batch for batch, _ in points}):
+        parts.append(_text(left - 8, level + 4, _number(most * share), "end"))
+    for batch in sorted({x for x, _ in points}):
         parts.append(_text(place(batch, 0)[0], height + 18, str(batch), "middle"))
     parts.append(_text(left + plot / 2, height + 36, f"rows in the batch; {unit}", "middle"))
     for number, line in enumerate(values):
@@ -147,6 +146,10 @@ def timeline(spans: Sequence[Span], wall_s: float, places: Sequence[int]) -> str
         _text(20 + plot, bottom + 16, f"{wall_s:.2f} s", "end"),
     ]
     return _svg(bottom + 22, parts, "timeline")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _svg(height: float, parts: Sequence[str], kind: str) -> str:

@@ -12,7 +12,7 @@ from localbatch.compare.figures import figures, per_second
 from localbatch.compare.machine import machine
 from localbatch.compare.modes import Continuous, Static
 from localbatch.compare.process import run_task
-from localbatch.compare.report import table
+from localbatch.compare.report import rounds_text, table
 from localbatch.compare.rounds import Run, Tell, run_rounds
 from localbatch.compare.task import MadeUpRows, Outcome, Task
 from localbatch.data.config import EngineConfig, KVLayout
@@ -196,7 +196,7 @@ def sweep_text(report: Sweep) -> str:
     lines = [
         f"{report.model} on {report.machine.get('cpu', 'this machine')}, "
         f"{report.machine.get('cores', '?')} cores: {report.prompt_tokens} prompt + "
-        f"{report.max_tokens} output tokens a row, medians of {report.rounds} rounds"
+        f"{report.max_tokens} output tokens a row, {rounds_text(report.rounds)}"
     ]
     for curve in report.curves:
         lines += ["", f"{curve.scheme}, {curve.layout}", *_curve_table(curve)]

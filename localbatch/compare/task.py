@@ -9,6 +9,7 @@ from localbatch.compare.trace import Step
 from localbatch.data.config import EngineConfig
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
+from localbatch.engine.backend import Numerics
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,12 @@ class Outcome:
     """What a rectangular batch would have computed besides: shorter prompts filled up to the
     longest of their group, ended rows carried on to its end."""
     peak_bytes: int = 0
-    """Most memory of all its processes together; shared pages count once."""
+    """Most memory of all its processes together; what they map of files counts once."""
     gpu_peak_bytes: int | None = None
     gpu_use: float | None = None
     """Mean share of the time in which the GPU computed."""
-    varies: bool = False
-    """Whether a row's last bits may depend on the rows beside it, by the engine's own check."""
+    numerics: Numerics | None = None
+    """What the engine found a row's last bits to depend on; `None`: it was not asked."""
 
 
 def comparable(request: Request) -> Request:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from localbatch.compare.bench import Bench
 from localbatch.compare.margins import MarginTask, margins
-from localbatch.compare.modes import MODES, Bench
+from localbatch.compare.modes import MODES
 from localbatch.compare.rows import made_up
 from localbatch.compare.task import MadeUpRows, Outcome, Task
 from localbatch.compare.trace import Clock, Trace, TracedBackend
@@ -104,7 +105,7 @@ def measure(
         warm_up(opened, bench.prompts[bench.requests[0].index])
     outcome = Outcome(
         task.mode, setup_s=clock() - began, batch_rows=mode.batch_rows, width=mode.width,
-        lanes=mode.lanes, layout=task.config.kv_layout.value, varies=mode.varies,
+        lanes=mode.lanes, layout=task.config.kv_layout.value, numerics=mode.numerics,
     )  # fmt: skip
     trace.start(wait_for_start())
     cpu_s = time.process_time()
