@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -40,6 +40,14 @@ class _Run(NamedTuple):
     length: int
 
 
+class _Node(NamedTuple):
+    """Prompts from `left` on begin with the same `length` tokens; `places` may be cut there."""
+
+    length: int
+    left: int
+    places: set[int]
+
+
 def chunk_end(start: int, total: int, chunk: int, block: int | None = None) -> int:
     """Return where the piece of a prompt of `total` tokens ends that begins at `start`.
 
@@ -63,12 +71,10 @@ def find_prefixes(
     with a common beginning are neighbours, so every inner node of the tree is a run of them.
     """
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
-    shared = [
-        _cut(_shareable_length(prompts[a], prompts[b]), chunk, block)
-        for a, b in itertools.pairwise(order)
-    ]
+    common = [_common_length(prompts[a], prompts[b]) for a, b in itertools.pairwise(order)]
+    runs = _runs([len(prompts[i]) for i in order], common, lambda n: _cut(n, chunk, block))
     paths: list[tuple[Prefix, ...]] = [()] * len(prompts)
-    for run in sorted(_runs(shared), key=lambda run: run.length):
+    for run in sorted(set(runs), key=lambda run: run.length):
         users = [
             i for i in order[run.left : run.right] if len(prompts[i]) - LEAST_ROWS >= run.length
         ]
@@ -95,11 +101,6 @@ def _cut(length: int, chunk: int, block: int | None) -> int:
     return start + min(beyond, (end - start - LEAST_ROWS) // ALIGNMENT * ALIGNMENT)
 
 
-def _shareable_length(a: list[int], b: list[int]) -> int:
-    """Return how many tokens two prompts begin with alike, of which neither is whole."""
-    return max(0, min(_common_length(a, b), min(len(a), len(b)) - LEAST_ROWS))
-
-
 def _common_length(a: list[int], b: list[int]) -> int:
     """Return how many tokens two prompts begin with alike."""
     low, high = 0, min(len(a), len(b))
@@ -109,16 +110,50 @@ def _common_length(a: list[int], b: list[int]) -> int:
     return low
 
 
-def _runs(shared: list[int]) -> Iterator[_Run]:
-    """Yield the maximal runs of neighbours, from the lengths that neighbours share."""
-    open_runs: list[tuple[int, int]] = []  # (length, left), lengths ascending
-    for right, length in enumerate([*shared, 0]):
-        left = right
-        while open_runs and open_runs[-1][0] > length:
-            ended, left = open_runs.pop()
-            yield _Run(left, right + 1, ended)
-        if length and (not open_runs or open_runs[-1][0] < length):
-            open_runs.append((length, left))
+def _runs(
+    lengths: SequenceOf[int], common: SequenceOf[int], cut: Callable[[int], int]
+) -> Iterator[_Run]:
+    """Yield the maximal runs of sorted prompts of `lengths` tokens that may share a prefix.
+
+    `common` is what neighbours begin with alike. Two prompts may share what they have in common, as
+    far as a piece is left of both, down to the next place where `cut` allows it.
+    """
+    open_nodes: list[_Node] = []  # of the tree, from the root
+    for right, length in enumerate([*common, 0]):
+        left, places = right, set[int]()
+        while open_nodes and open_nodes[-1].length > length:
+            node = open_nodes.pop()
+            left = node.left
+            above = max(length, open_nodes[-1].length if open_nodes else 0)
+            ends = _ends(lengths[left : right + 1], common[left:right], node.length)
+            places |= node.places | {cut(end) for end in ends if end > 0}
+            yield from (_Run(left, right + 1, place) for place in places if place > above)
+            places = {place for place in places if 0 < place <= above}
+            if open_nodes and open_nodes[-1].length > length:
+                open_nodes[-1].places.update(places)
+                places = set()
+        if length and (not open_nodes or open_nodes[-1].length < length):
+            open_nodes.append(_Node(length, left, places))
+        elif open_nodes:
+            open_nodes[-1].places.update(places)
+
+
+def _ends(lengths: SequenceOf[int], common: SequenceOf[int], length: int) -> set[int]:
+    """Return what two prompts may share that have exactly `length` tokens in common.
+
+    They are in different branches of a node, which are parted where neighbours have no more.
+    """
+    branches: list[list[int]] = [[lengths[0] - LEAST_ROWS]]
+    for alike, tokens in zip(common, lengths[1:], strict=True):
+        if alike == length:
+            branches.append([])
+        branches[-1].append(tokens - LEAST_ROWS)
+    *_, second, first = sorted(max(branch) for branch in branches)
+    ends: set[int] = set()
+    for branch in branches:
+        other = second if max(branch) == first else first
+        ends.update(min(length, mine, other) for mine in branch)
+    return ends
 
 
 class PrefixSlots:
