@@ -64,7 +64,10 @@ class ContextConfig:
     num_prefix_slots: int = 0
     """Slots above the others that only ever are the source or the target of copies."""
     may_pad: bool = True
-    """Let decode batches be padded where that keeps a row's bits its own."""
+    """Let decode batches be padded where that keeps a row's bits its own, or is faster."""
+    pass_tokens: int | None = None
+    """Prompt tokens of several rows that are computed in one pass, in streams; `None`: each prompt
+    chunk alone, as it must be for a row's bits to be its own."""
 
     @property
     def num_cells(self) -> int:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
+from localbatch.data.config import MAX_SLOTS
 from localbatch.data.errors import ConfigError, DecodeError, ModelError
 from localbatch.engine import binding
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics, Sample
+from localbatch.engine.batches import (
+    calls,
+    drop_surplus,
+    fill_chunks,
+    fill_decode,
+    fill_padding,
+    steady,
+)
 from localbatch.engine.numerics import cuts_alike_of, numerics_of, padded
 from localbatch.engine.sizing import BLOCK
 from localbatch.scheduler.plan import PlanRow, StepPlan
@@ -30,10 +37,7 @@ _UNIFIED_BATCH = 2048
 class LlamaBackend:
     """A GGUF model in llama.cpp: one context, a sequence id for each slot.
 
-    How a plan becomes `llama_decode` calls depends on the layout. In streams a batch should hold
-    one kind of row: llama.cpp computes sequences together only for as many tokens as each of them
-    has (`split_equal` in src/llama-batch.cpp), so each prompt chunk goes alone and all decode rows
-    go together, their slots dense. In the unified layout all rows share a pass.
+    How a plan becomes `llama_decode` calls depends on the layout (`batches.py`).
     """
 
     def __init__(
@@ -61,7 +65,8 @@ class LlamaBackend:
         self._owns_model = False
         self._context: binding.Context | None = None
         self._config: ContextConfig | None = None
-        self._pads = False
+        self._padded: Callable[[int], int] = int
+        """Returns the rows of the decode batch that so many rows are computed in."""
         self._num_padding = 0
         self.open_s = 0.0
         self.num_calls = 0
@@ -97,8 +102,14 @@ class LlamaBackend:
             numerics = numerics_of(self._model, self._path, config.threads)
         if numerics is Numerics.SAME_IN_ANY_BATCH and not config.may_pad:
             numerics = Numerics.VARIES
-        self._pads = numerics is Numerics.SAME_IN_ANY_BATCH
-        self._num_padding = padded(config.num_slots) - config.num_slots if self._pads else 0
+        if numerics is Numerics.SAME_IN_ANY_BATCH:
+            self._padded = padded
+        elif config.may_pad and self.on_gpu and config.pool_cells is None:
+            self._padded = steady
+        else:
+            self._padded = int
+        room = MAX_SLOTS - config.num_slots - config.num_prefix_slots
+        self._num_padding = min(self._padded(config.num_slots) - config.num_slots, room)
         if exact and (config.num_prefix_slots or config.chunk % BLOCK):
             alike = cuts_alike_of(self._model, self._path, config.threads)
             numerics = numerics if alike else Numerics.VARIES
@@ -119,8 +130,8 @@ class LlamaBackend:
         return binding.ContextShape(
             n_seq_max=n_seq_max,
             n_ctx=config.row_cells * n_seq_max if config.pool_cells is None else config.pool_cells,
-            n_batch=most if streams else max(most, _UNIFIED_BATCH),
-            n_ubatch=most,
+            n_batch=max(most, config.pass_tokens or 0) if streams else max(most, _UNIFIED_BATCH),
+            n_ubatch=max(most, config.pass_tokens or 0),
             threads=config.threads,
             unified=not streams,
             flash_attention=config.flash_attention,
@@ -152,10 +163,12 @@ class LlamaBackend:
                 context.remove(target)
                 context.copy(source, target)
             context.remove(target, length)
-        tokens: list[int | None] = []
-        for rows in self._calls(plan.rows):
-            tokens += self._compute(context, rows, sample)
-        return tokens
+        assert self._config is not None
+        tokens: dict[int, int | None] = {}  # by slot
+        for rows in calls(plan.rows, self._config, context.n_batch):
+            chosen = self._compute(context, rows, sample)
+            tokens |= {row.slot: token for row, token in zip(rows, chosen, strict=True)}
+        return [tokens[row.slot] for row in plan.rows]
 
     def _check_slots(self, plan: StepPlan) -> None:
         """Raise `DecodeError` for a slot that isn't there; llama.cpp aborts on some of them."""
@@ -171,35 +184,23 @@ class LlamaBackend:
         assert self._config is not None
         return slot if slot < self._config.num_slots else slot + self._num_padding
 
-    def _calls(self, rows: Sequence[PlanRow]) -> Iterator[Sequence[PlanRow]]:
-        """Split rows, in order, into the batches of one `llama_decode` each."""
-        assert self._config is not None
-        alone = self._config.pool_cells is None
-        call: list[PlanRow] = []
-        size = 0
-        for row in rows:
-            length = row.end - row.start
-            if call and ((alone and row.is_prefill) or size + length > self._opened().n_batch):
-                yield call
-                call, size = [], 0
-            call.append(row)
-            size += length
-        if call:
-            yield call
-
     def _compute(
         self, context: binding.Context, rows: Sequence[PlanRow], sample: Sample
     ) -> list[int | None]:
+        assert self._config is not None
+        equal = len(rows) > 1 and self._config.pool_cells is None
         if rows[0].is_prefill:
-            num_tokens = _fill_chunks(context, rows)
+            num_tokens = fill_chunks(context, rows, equal=equal)
         else:
-            num_tokens = _fill_decode(context, rows)
-            if self._pads:
-                num_tokens = _fill_padding(context, num_tokens, padded(num_tokens))
+            num_tokens = fill_decode(context, rows)
+            most = self._config.num_slots + self._num_padding
+            num_tokens = fill_padding(context, num_tokens, min(self._padded(num_tokens), most))
         code = context.decode(num_tokens)
         self.num_calls += 1
         if code != 0:
             raise DecodeError(_CODES.get(code, f"llama_decode returned {code}"), code)
+        if equal:
+            drop_surplus(context, rows)
         wanting = [row for row in rows if row.wants_logits]
         if not wanting:
             return [None] * len(rows)
@@ -230,43 +231,6 @@ class LlamaBackend:
 def _check_range(slots: Sequence[int], num_slots: int) -> None:
     if slots and not 0 <= min(slots) <= max(slots) < num_slots:
         raise DecodeError(f"a slot is outside of 0..{num_slots - 1}", -1)
-
-
-def _fill_decode(context: binding.Context, rows: Sequence[PlanRow]) -> int:
-    """Put one token of each row into the batch, by ascending slot as the plan has them."""
-    n = len(rows)
-    context.tokens[:n] = [row.sequence.tokens[row.start] for row in rows]
-    context.positions[:n] = [row.start for row in rows]
-    context.set_slots(0, n, np.array([row.slot for row in rows]))
-    context.wants[:n] = 1
-    return n
-
-
-def _fill_chunks(context: binding.Context, rows: Sequence[PlanRow]) -> int:
-    """Put the rows' tokens into the batch; only the last token of a row may give logits."""
-    at = 0
-    for row in rows:
-        if row.start == 0:
-            context.remove(row.slot)
-        end = at + row.end - row.start
-        context.tokens[at:end] = row.tokens
-        context.positions[at:end] = np.arange(row.start, row.end)
-        context.set_slots(at, end, row.slot)
-        context.wants[at:end] = 0
-        context.wants[end - 1] = row.wants_logits
-        at = end
-    return at
-
-
-def _fill_padding(context: binding.Context, used: int, size: int) -> int:
-    """Fill the batch up to `size` with rows whose results nobody reads, in the free slots above."""
-    for slot in range(used, size):
-        context.remove(slot)
-    context.tokens[used:size] = 0
-    context.positions[used:size] = 0
-    context.set_slots(used, size, np.arange(used, size))
-    context.wants[used:size] = 1  # the output layer, too, must see the padded size
-    return size
 
 
 def model_card(model: binding.Model, path: str) -> ModelCard:

@@ -10,7 +10,7 @@ from localbatch.engine.machine import available_memory, usable_threads
 PREFIX_SLOTS = 4
 """Slots of a lane for prefixes that rows share."""
 
-CPU_SLOTS, GPU_SLOTS = 64, 128
+CPU_SLOTS, GPU_SLOTS = 64, 512
 """Rows in the batch unless told otherwise."""
 
 BLOCK = 512
@@ -19,6 +19,9 @@ that a rest of few tokens has the bits that it has there."""
 
 _CPU_CHUNK = 128
 """A core's caches hold what it takes to compute so many tokens."""
+
+GPU_PASS = 2048
+"""Prompt tokens, of several rows, in a pass on a GPU."""
 
 _SHARE = 0.8
 """Share of the available memory that the KV cache may take by itself."""
@@ -105,6 +108,7 @@ def fit_context(
         threads=max(1, (config.threads or usable_threads()) // lanes),
         flash_attention=flash is FlashAttention.ON or (flash is FlashAttention.AUTO and on_gpu),
         num_prefix_slots=num_prefix_slots,
+        pass_tokens=GPU_PASS if on_gpu and pool is None else None,
     )
 
 
