@@ -88,8 +88,8 @@ def parser() -> argparse.ArgumentParser:
     add("--variant", type=variant, action="append", default=[], metavar="LABEL:NAME=VALUE,...",
         help="localbatch once more, with these settings; repeatable")  # fmt: skip
     add("--server", metavar="PATH", help="llama-server")
-    add("--server-grid", choices=["full", "small"], default="small",
-        help="settings tried for server-best: 16, or 7 (small)")  # fmt: skip
+    add("--server-grid", choices=["full", "small", "gpu"], default="small",
+        help="settings tried for server-best: 16, 7 (small), or 6 for a GPU")  # fmt: skip
     add("--search-rows", type=positive, metavar="N",
         help="search the settings on the first N rows only")  # fmt: skip
     add("--server-best", type=server_settings, metavar="NAME=VALUE,...",

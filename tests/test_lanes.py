@@ -611,11 +611,11 @@ class TestNumberOfLanes:
         assert [layout.lanes for layout in layouts] == lanes
 
     def test_on_a_gpu(self) -> None:
-        """One computes all, unless there are too many rows for a context."""
+        """Up to four, with 64 rows each at least, and more if there are too many for contexts."""
         config = EngineConfig("m", threads=8)
 
-        assert candidates(config, 128, on_gpu=True) == [Layout(1, 8, 128, flash_attention=True)]
-        assert candidates(config, 300, on_gpu=True) == [Layout(2, 4, 150, flash_attention=True)]
+        assert candidates(config, 128, on_gpu=True) == [Layout(2, 4, 64, flash_attention=True)]
+        assert candidates(config, 300, on_gpu=True) == [Layout(4, 2, 75, flash_attention=True)]
 
     def test_threads_and_rows_are_split_evenly(self) -> None:
         """Threads that are left over idle; rows that are left over make room in every lane."""

@@ -22,6 +22,8 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+MOST_DRAWN = (1 << 22) - 3
+"""Random numbers of a matrix; no multiple of its columns, so that no two rows are alike."""
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "for", "was", "on", "are", "as"]
 
 
@@ -49,8 +51,9 @@ def write(
     ctx: int = 2048,
     seed: int = 0,
     template: str | None = CHAT_TEMPLATE,
+    spread: float = 0.2,
 ) -> None:
-    """Write a llama-architecture model in F16."""
+    """Write a llama-architecture model in F16; large matrices repeat what was drawn."""
     writer = gguf.GGUFWriter(str(path), "llama")
     tokens, scores, types = vocabulary(vocab)
     writer.add_name("tiny random model")
@@ -78,7 +81,10 @@ def write(
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, cols: int) -> np.ndarray:
-        return (rng.standard_normal((rows, cols)) * 0.2).astype(np.float16)
+        if rows * cols <= MOST_DRAWN:
+            return (rng.standard_normal((rows, cols)) * spread).astype(np.float16)
+        drawn = (rng.standard_normal(MOST_DRAWN) * spread).astype(np.float16)
+        return np.resize(drawn, (rows, cols))
 
     kv = embd // heads * kv_heads
     writer.add_tensor("token_embd.weight", matrix(vocab, embd))

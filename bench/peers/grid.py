@@ -13,6 +13,7 @@ Trial = tuple[Settings, float | None]
 """Settings and the seconds they took; None if they failed."""
 
 SLOTS = (4, 16, 32, 64)
+GPU_SLOTS = (64, 128, 256)
 FIRST_SLOTS = 32
 
 
@@ -21,8 +22,11 @@ def search(size: str, rows: int, run: Callable[[Settings], float | None]) -> lis
 
     `full` tries every number of slots with both layouts, flash attention off and on. `small` tries
     the latter four at 32 slots, and the other numbers of slots with the best of them. More slots
-    than rows are the same as a slot for each row.
+    than rows are the same as a slot for each row. `gpu` tries many slots, with flash attention.
     """
+    if size == "gpu":
+        many = [c for c in combinations(GPU_SLOTS) if c["flash"]]
+        return [(settings, run(settings)) for settings in many]
     slots = sorted({min(number, rows) for number in SLOTS})
     if size == "full":
         return [(settings, run(settings)) for settings in combinations(slots)]

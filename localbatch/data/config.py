@@ -148,6 +148,9 @@ class SchedulerConfig:
     """Prompt tokens in one step, over all sequences; at least one chunk."""
     num_prefix_slots: int = 0
     """Further slots, above the others, for prefixes that sequences share."""
+    closes_gaps_first: bool = False
+    """Move sequences together before others are admitted, so that new ones lie side by side: their
+    prompts are to share passes."""
 
     def __post_init__(self) -> None:
         _range("num_slots", self.num_slots, 1, MAX_SLOTS)

@@ -70,6 +70,11 @@ class ContextConfig:
     chunk alone, as it must be for a row's bits to be its own."""
 
     @property
+    def admit_together(self) -> int:
+        """Free slots that are worth a pass over new prompts."""
+        return max(1, self.num_slots // 16) if self.pass_tokens else 1
+
+    @property
     def num_cells(self) -> int:
         """Cells of all slots together."""
         if self.pool_cells is not None:

@@ -233,12 +233,15 @@ class Engine:
         assert self._group.context is not None, "there is work, so there are contexts"
         for lane in idle:
             lane.streams_text = self.streams_text
+        enough = min(self._group.context.admit_together, len(self._queue))
+        takers = [lane for lane in idle if lane.num_free >= enough]
+        takers += [lane for lane in idle if lane not in takers and not lane.has_work]
+        ahead = max(_AHEAD_TOKENS, 2 * (self._group.context.pass_tokens or 0))
         while self._queue and self._wanted_cells(self._queue[0]) <= self._group.context.row_cells:
             room = [
                 lane
-                for lane in idle
-                if lane.num_free > 0
-                and (len(self.lanes) == 1 or lane.waiting_tokens < _AHEAD_TOKENS)
+                for lane in takers
+                if lane.num_free > 0 and (len(self.lanes) == 1 or lane.waiting_tokens < ahead)
             ]
             if not room:
                 break

@@ -92,18 +92,21 @@ class Lane:
         self._rows: dict[int, Row] = {}  # by id() of the sequence
         self._scheduler: Scheduler | None = None
         self._threads = 0
+        self._admit_together = 1
 
     def open(self, context: ContextConfig) -> Numerics:
         """Make the context anew; the lane must be empty."""
         assert not self._rows, "rows are lost with their context"
         numerics = self.backend.open(context)
         self._threads = context.threads
+        self._admit_together = context.admit_together
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_slots=context.num_slots, row_cells=context.row_cells,
                 pool_cells=context.pool_cells, chunk=context.chunk, block=block_of(context.chunk),
                 max_step_tokens=max(2048, context.chunk),
                 num_prefix_slots=context.num_prefix_slots,
+                closes_gaps_first=context.pass_tokens is not None,
             ),
             self.backend.card.end_tokens,
         )  # fmt: skip
@@ -129,6 +132,12 @@ class Lane:
     def num_free(self) -> int:
         """Rows that could start right away."""
         return self._opened.config.num_slots - len(self._rows)
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether it has begun all rows it was given, and enough others could start right away."""
+        enough = self.num_free >= self._admit_together or (self.num_free and not self._rows)
+        return bool(enough and not self._opened.waiting)
 
     @property
     def waiting_tokens(self) -> int:
@@ -159,7 +168,7 @@ class Lane:
         while self._rows:
             events = self._step()
             self.counters.steps += 1
-            hungry = more_rows and self.num_free > 0 and not self._opened.waiting
+            hungry = more_rows and self.wants_rows
             if events or hungry or time.perf_counter() - started >= longest_s:
                 break
         self.counters.run_s += time.perf_counter() - started

@@ -22,6 +22,10 @@ from localbatch.scheduler.prefixes import Prefix
 GUESS_LANES = 2
 """Lanes on a CPU before anything was measured."""
 
+GPU_LANES, GPU_LANE_SLOTS = 4, 64
+"""Lanes on a GPU, and the rows of a lane that are worth another: while one lane's tokens are
+sampled, others compute, and their kernels fill each other's gaps."""
+
 SHORT_JOB_TOKENS = 4000
 """Jobs with fewer tokens, prompts and answers together, are run by the rule."""
 
@@ -87,7 +91,7 @@ def candidates(
     llama.cpp is many times slower with it where prompts go on from a long beginning, so it is only
     weighed for `short_rows`.
 
-    Lanes split the threads evenly. With a GPU there is one unless more are asked for or needed.
+    Lanes split the threads evenly.
     """
     threads = config.threads or usable_threads()
     least = -(-slots // (MAX_SLOTS - PREFIX_SLOTS))
@@ -96,7 +100,7 @@ def candidates(
     elif config.lanes is not None:
         counts = [max(min(config.lanes, slots), least)]
     elif on_gpu:
-        counts = [least]
+        counts = [max(least, min(GPU_LANES, slots // GPU_LANE_SLOTS))]
     else:
         most = max(least, min(threads, slots))
         powers = [2**k for k in range(10) if 2**k <= most]

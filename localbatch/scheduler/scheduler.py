@@ -66,12 +66,15 @@ class Scheduler:
         preempted = self._make_room()
         for sequence, slot, length in self._prefixes.save():
             self._copies.append(Copy(_slot_of(sequence), slot, length))
-        rows = self._catch_up(admit=not preempted)
         moves: list[Move] = []
+        if self.config.closes_gaps_first and self.waiting and self._slots.num_free:
+            self._forget_left()
+            moves = self._close_gaps()
+        rows = self._catch_up(admit=not preempted)
         if not rows or self._mixes:
             in_plan = {id(row.sequence) for row in rows}
             self._forget_left()
-            moves = [] if self._mixes else self._close_gaps()
+            moves += [] if self._mixes else self._close_gaps()
             decoding = [s for s in self.running if id(s) not in in_plan and not s.lags]
             # By slot: llama.cpp computes streams together only while their ids ascend by one.
             rows += [self._decode_row(s) for s in sorted(decoding, key=_slot_of)]

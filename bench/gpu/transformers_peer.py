@@ -1,0 +1,124 @@
+"""The same rows through Hugging Face transformers, in bfloat16 with random weights.
+
+    python bench/gpu/transformers_peer.py ROWS.jsonl --shape tinyllama-1.1b --batches 128,256,512
+    python bench/gpu/transformers_peer.py ROWS.jsonl --shape tinyllama-1.1b --continuous
+
+Static: rows by the length of their answers, a batch at a time, each until its longest answer is
+there. Only tokens that were asked for count. Continuous: `generate_batch`'s manager, each row with
+its own length. Prompts have the same number of tokens as on the other side; the first run of each
+is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.gpu.models import SHAPES
+from bench.gpu.rows import IN_FRONT
+
+Row = tuple[list[int], int]
+"""Token ids in, number of tokens out."""
+
+
+def load_rows(path: Path) -> list[Row]:
+    """Return token ids of the right number, different in each row, and the tokens out."""
+    rows = []
+    for line in path.read_text("utf-8").splitlines():
+        row = json.loads(line)
+        rows.append(([1] * IN_FRONT + [ord(c) + 100 for c in row["prompt"]], row["max_tokens"]))
+    return rows
+
+
+def make_model(shape: str) -> LlamaForCausalLM:
+    """Return a model on the GPU that never ends by itself."""
+    of = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=of["vocab"], hidden_size=of["embd"], intermediate_size=of["ff"],
+        num_hidden_layers=of["layers"], num_attention_heads=of["heads"],
+        num_key_value_heads=of["kv_heads"], max_position_embeddings=of["ctx"], eos_token_id=None,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def run_static(model: LlamaForCausalLM, rows: list[Row], size: int) -> float:
+    """Return the seconds of all rows, `size` of them at a time."""
+    rows = sorted(rows, key=lambda row: -row[1])
+    started = time.perf_counter()
+    for at in range(0, len(rows), size):
+        batch = rows[at : at + size]
+        ids = torch.tensor([row[0] for row in batch], device="cuda")
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=batch[0][1], do_sample=False,
+            pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        made.cpu()
+    return time.perf_counter() - started
+
+
+def run_continuous(model: LlamaForCausalLM, rows: list[Row]) -> list[float]:
+    """Return the seconds of three runs in one manager."""
+    settings = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=512)
+    walls = []
+    with model.continuous_batching_context_manager(
+        generation_config=settings, block=True, timeout=5
+    ) as manager:
+        for number in range(3):
+            started = time.perf_counter()
+            for place, (ids, tokens) in enumerate(rows):
+                manager.add_request(
+                    ids, request_id=f"{number}-{place}", max_new_tokens=tokens, eos_token_id=-1
+                )
+            left, out = len(rows), 0
+            while left:
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    left -= 1
+                    out += len(result.generated_tokens)
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("the generation thread ended")
+            walls.append(time.perf_counter() - started)
+            wanted = sum(row[1] for row in rows)
+            if out != wanted:
+                print(f"continuous: {out} tokens, not {wanted}")
+    return walls
+
+
+def main() -> None:
+    """Measure, a line for each way."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--shape", choices=list(SHAPES), required=True)
+    parser.add_argument("--batches", default="", help="sizes with commas")
+    parser.add_argument("--continuous", action="store_true")
+    args = parser.parse_args()
+    rows, model = load_rows(args.rows), make_model(args.shape)
+    total = sum(row[1] for row in rows)
+    version = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    with torch.inference_mode():
+        for size in map(int, filter(None, args.batches.split(","))):
+            walls = [run_static(model, rows, size) for _ in range(3)][1:]
+            show(f"static, {size} at a time ({version})", walls, total)
+        if args.continuous:
+            show(f"continuous ({version})", run_continuous(model, rows)[1:], total)
+
+
+def show(what: str, walls: list[float], tokens: int) -> None:
+    """Print the rate of the faster run."""
+    each = ", ".join(f"{wall:.2f}" for wall in walls)
+    print(f"{what}: {each} s, {tokens / min(walls):,.0f} tok/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
