@@ -97,7 +97,7 @@ class TestDrawnAnswers:
 
     def test_the_real_arithmetic_gives_each_the_same_alone(self, tiny_model: Path) -> None:
         """Sharing the prompt's cells changes no bit of any answer."""
-        backend = LlamaBackend(str(tiny_model), gpu_layers=0)
+        backend = LlamaBackend(str(tiny_model))
         prompt = "the cat is on the mat and in it " * 6
         shared = finish(engine(backend), [request(0, prompt, n=4, logprobs=True)])[0]
         own = finish(

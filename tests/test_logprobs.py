@@ -167,7 +167,7 @@ class TestInTheEngine:
         self, tiny_model: Path, raw_tiny: RawContext, prompt: str
     ) -> None:
         """Each generated token's, and the likeliest ones', by llama.cpp's raw logits."""
-        backend = LlamaBackend(str(tiny_model), gpu_layers=0)
+        backend = LlamaBackend(str(tiny_model))
         rows = [request(0, prompt, top_logprobs=5, ignore_eos=True), request(1, "for it was")]
         done = finish(engine(backend), rows)
         tokens = backend.tokenize(prompt, add_special=True, parse_special=False)
@@ -179,7 +179,7 @@ class TestInTheEngine:
         self, tiny_model: Path, raw_tiny: RawContext
     ) -> None:
         """They are of the model's own distribution, whichever token is drawn from another."""
-        backend = LlamaBackend(str(tiny_model), gpu_layers=0)
+        backend = LlamaBackend(str(tiny_model))
         row = request(
             0, "the cat", temperature=3.0, top_k=0, min_p=0.0, top_p=1.0, repeat_penalty=1.5,
             logit_bias={300: 4.0}, ignore_eos=True,
@@ -193,7 +193,7 @@ class TestInTheEngine:
     @pytest.mark.model
     def test_the_real_model(self, smollm2: Path) -> None:
         """SmolLM2's are those of a context of its own."""
-        backend = LlamaBackend(str(smollm2), gpu_layers=0)
+        backend = LlamaBackend(str(smollm2))
         done = finish(engine(backend), [request(i, f"{i} and {i + 1} make") for i in range(3)])
         tokens = backend.tokenize("1 and 2 make", add_special=True, parse_special=False)
         backend.close()
@@ -232,7 +232,7 @@ class TestInTheEngine:
 
     def test_a_control_token_has_its_name(self, tiny_model: Path) -> None:
         """Among the likeliest, the end of an answer can be told from the others."""
-        backend = LlamaBackend(str(tiny_model), gpu_layers=0)
+        backend = LlamaBackend(str(tiny_model))
         row = request(0, "the", logit_bias={2: 1e9}, ignore_eos=True, max_tokens=2)
         completion = finish(engine(backend), [row])[0]
         backend.close()

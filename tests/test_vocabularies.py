@@ -98,7 +98,7 @@ class Vocabulary:
 def vocabulary(request: pytest.FixtureRequest) -> Iterator[Vocabulary]:
     name, has_prefix_space, is_sentencepiece = request.param
     path = request.getfixturevalue(name)
-    model = Model(str(path), gpu_layers=0, metadata_only=True)
+    model = Model(str(path), metadata_only=True)
     yield Vocabulary(model, has_prefix_space, is_sentencepiece)
     model.close()
 
@@ -184,7 +184,7 @@ class TestGemma:
 
 def _answers(path: Path, prompts: list[str], **settings: Any) -> list[Completion]:
     params = SamplingParams(max_tokens=8, logprobs=True, top_logprobs=2)
-    backend = LlamaBackend(str(path), gpu_layers=0)
+    backend = LlamaBackend(str(path))
     engine = Engine(backend, EngineConfig(str(path), lanes=1, **settings))
     rows = [Request(i, i, prompt=prompt, params=params) for i, prompt in enumerate(prompts)]
     try:

@@ -9,12 +9,14 @@ library says during the last run: the share of time in which any kernel ran.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import threading
 import time
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -30,12 +32,15 @@ class GpuUse:
     """Asks for the use of all GPUs while a run goes on."""
 
     def __init__(self) -> None:
-        import pynvml
-
+        pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-        self._ask = lambda: [pynvml.nvmlDeviceGetUtilizationRates(h).gpu for h in handles]
+
+        def ask() -> list[int]:
+            return [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles]
+
+        self._ask = ask
         self._samples: list[list[int]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)

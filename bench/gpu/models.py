@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.tiny_gguf import FILE_TYPES, quantize, write
 
-SHAPES = {  # of the published models
+SHAPES: dict[str, dict[str, Any]] = {  # of the published models
     "tinyllama-1.1b": {
         "layers": 22, "embd": 2048, "ff": 5632, "heads": 32, "kv_heads": 4, "vocab": 32000,
         "ctx": 4096,

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
 import torch
 import transformers
+from rows import IN_FRONT
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from bench.gpu.models import SHAPES
-from bench.gpu.rows import IN_FRONT
+from models import SHAPES
 
 Row = tuple[list[int], int]
 """Token ids in, number of tokens out."""

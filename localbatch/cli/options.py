@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from localbatch.data.config import FlashAttention, KVLayout, Order, Overlength
+from localbatch.data.config import FlashAttention, KVLayout, Order, Overlength, SplitMode
 from localbatch.data.errors import ConfigError
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.formats.inputs import InputOptions
@@ -202,6 +202,54 @@ style_option = click.option(
 )
 
 
+def gpu_options() -> list[Any]:
+    """Return the options that say which GPUs do what."""
+    return [
+        click.option(
+            "--devices",
+            "--device",
+            metavar="NAME,...",
+            callback=names_of,
+            show_default="all",
+            help="GPUs to use, by the names that `localbatch doctor` lists, or all.",
+        ),
+        click.option(
+            "--split-mode",
+            type=click.Choice([mode.value for mode in SplitMode]),
+            default=SplitMode.AUTO.value,
+            show_default="none if the model fits each GPU, else layer",
+            help="With several GPUs: the whole model on each (none), or its layers or rows spread.",
+        ),
+        click.option(
+            "--tensor-split",
+            metavar="N,...",
+            callback=numbers_of,
+            help="Shares of the model for each GPU, as 3,1.",
+        ),
+    ]
+
+
+def names_of(
+    _ctx: click.Context, _param: click.Parameter, value: str | None
+) -> tuple[str, ...] | None:
+    """Read names with commas; `all` is `None`."""
+    if value is None or value == "all":
+        return None
+    return tuple(name.strip() for name in value.split(","))
+
+
+def numbers_of(
+    _ctx: click.Context, _param: click.Parameter, value: str | None
+) -> tuple[float, ...] | None:
+    """Read numbers with commas."""
+    if value is None:
+        return None
+    try:
+        return tuple(float(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of numbers") from None
+
+
 def engine_options(command: Any) -> Any:
     """Add the options that say how much of the machine to use, and how."""
     auto: dict[str, Any] = {"type": integer, "default": None, "show_default": "auto"}
@@ -242,7 +290,8 @@ def engine_options(command: Any) -> Any:
             show_default=True,
             help="What becomes of prompts too long for the context: an error, or what is cut out.",
         ),
-        click.option("--gpu-layers", **auto, help="Layers on the GPU; -1 is all, 0 none."),
+        click.option("--gpu-layers", **auto, help="Layers on GPUs; -1 is all, 0 none."),
+        *gpu_options(),
         click.option(
             "--kv-layout",
             type=click.Choice([layout.value for layout in KVLayout]),

@@ -11,7 +11,6 @@ from localbatch.data.config import MAX_SLOTS, EngineConfig, SchedulerConfig
 from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Request
 from localbatch.engine.backend import ContextConfig
-from localbatch.engine.machine import available_memory
 from localbatch.engine.prompt import PromptEncoder
 from localbatch.engine.sampling import sample
 from localbatch.engine.sizing import block_of, fit_context
@@ -65,7 +64,7 @@ class Bench:
         card, longest = self.backend.card, self.config.ctx or self.backend.card.max_ctx
         cells = max(len(self.prompts[r.index]) + r.params.max_tokens for r in self.requests)
         config = replace(self.config, parallel=slots, lanes=None)
-        memory = available_memory() // self.instances
+        memory = self.backend.free_bytes() // self.instances
         context = fit_context(config, card, slots, min(cells, longest), self.backend.on_gpu, memory)
         context = replace(context, may_pad=False)
         self.backend.open(context)

@@ -69,7 +69,9 @@ def _last_logits(
         return [0 for _ in rows]
 
     config = replace(config, parallel=1, lanes=None)
-    context = fit_context(config, backend.card, 1, len(tokens) + 1, backend.on_gpu)
+    context = fit_context(
+        config, backend.card, 1, len(tokens) + 1, backend.on_gpu, backend.free_bytes()
+    )
     backend.open(replace(context, may_pad=False))
     one = replace(request, params=SamplingParams(max_tokens=1, ignore_eos=True))
     scheduler = Scheduler(scheduling_of(context))

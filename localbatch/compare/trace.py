@@ -75,6 +75,7 @@ class TracedBackend:
         self.backend, self.trace = backend, trace
         self.card = backend.card
         self.on_gpu, self.build = backend.on_gpu, backend.build
+        self.placement = backend.placement
         self.open_s, self.num_calls = backend.open_s, backend.num_calls
         self.context: ContextConfig | None = None
         self._lane = trace.num_lanes
@@ -96,6 +97,10 @@ class TracedBackend:
         numerics = self.backend.open(config)
         self.open_s = self.backend.open_s
         return numerics
+
+    def free_bytes(self) -> int:
+        """Return the bytes that KV caches and buffers can still take."""
+        return self.backend.free_bytes()
 
     def set_threads(self, threads: int) -> None:
         """Compute with another number of threads."""

@@ -34,6 +34,19 @@ class FlashAttention(str, Enum):
     OFF = "off"
 
 
+class SplitMode(str, Enum):
+    """What several GPUs do; but for `auto` the names are llama.cpp's."""
+
+    AUTO = "auto"
+    """Each has the whole model and rows of its own, if it fits; otherwise `layer`."""
+    NONE = "none"
+    """Each has the whole model."""
+    LAYER = "layer"
+    """Each has some of the layers."""
+    ROW = "row"
+    """Each has some rows of the matrices."""
+
+
 class Order(str, Enum):
     """The order in which rows are begun; answers do not depend on it."""
 
@@ -69,15 +82,20 @@ class EngineConfig:
     ctx: int | None = None
     """Most tokens of one row, prompt and answer together."""
     parallel: int | None = None
-    """Most rows in the batch at one time, all lanes together; rounded up to what lanes share
-    evenly."""
+    """Most rows in the batch at one time, all lanes of a worker together (there is one for each
+    GPU); rounded up to what lanes share evenly."""
     threads: int | None = None
     """CPU threads of llama.cpp, all lanes together; each lane has one at least."""
     lanes: int | None = None
     """Contexts on the one loaded model, each with its own thread and its share of the rows; no
     more than `parallel`."""
     gpu_layers: int | None = None
-    """Layers put on a GPU; -1 is all. Left out: all, if llama.cpp was built for a GPU."""
+    """Layers put on GPUs; -1 is all. Left out: as many as their free memory allows."""
+    devices: tuple[str, ...] | None = None
+    """GPUs to use, by llama.cpp's names (`CUDA0`); left out: all there are."""
+    split_mode: SplitMode = SplitMode.AUTO
+    tensor_split: tuple[float, ...] | None = None
+    """Shares of the model for each GPU, where it is split."""
     kv_layout: KVLayout = KVLayout.STREAMS
     kv_cells: int | None = None
     """Cells that the rows share in the unified layout; left out: enough for every row."""
@@ -99,6 +117,8 @@ class EngineConfig:
     """Seconds that a step of the fake backend takes."""
     fake_dies_on: str = ""
     """Text in a prompt that kills the worker of the fake backend."""
+    fake_gpus: int = 0
+    """GPUs that the fake backend finds."""
 
     def __post_init__(self) -> None:
         if self.backend not in ("llama", "fake"):
@@ -121,6 +141,13 @@ class EngineConfig:
         _optional_range("threads", self.threads, 1, 512)
         _optional_range("gpu_layers", self.gpu_layers, -1, 10_000)
         _optional_range("kv_cells", self.kv_cells, 8, 2**31 - 1)
+        if self.devices is not None and not all(self.devices):
+            raise ConfigError("devices: must be names of GPUs; `localbatch doctor` lists them")
+        if self.tensor_split is not None:
+            if not self.tensor_split or not all(share >= 0 for share in self.tensor_split):
+                raise ConfigError("tensor_split: must be shares of 0 or more, one for each GPU")
+            if self.split_mode is SplitMode.NONE:
+                raise ConfigError("tensor_split: goes with a model that is split, not with none")
         if self.ubatch is not None and self.ubatch % 4:
             raise ConfigError(f"ubatch: must be a multiple of 4, not {self.ubatch}")
         if self.kv_layout is KVLayout.UNIFIED and (self.lanes or 1) > 1:

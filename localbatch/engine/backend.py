@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from localbatch.engine.placement import Placement
 from localbatch.scheduler.plan import PlanRow, StepPlan
 
 Logits: TypeAlias = npt.NDArray[np.float32]
@@ -42,6 +43,8 @@ class ModelCard:
     adds_bos: bool
     """Whether the tokenizer puts the BOS token first."""
     chat_template: str | None
+    placement: str = "CPU"
+    """Where its weights are, in words."""
     special_texts: dict[int, str] = field(default_factory=dict, repr=False)
     """How the control tokens are written; text from a row must not become one."""
     metadata: dict[str, str] = field(default_factory=dict, repr=False)
@@ -102,6 +105,7 @@ class Backend(Protocol):
 
     card: ModelCard
     on_gpu: bool
+    placement: Placement
     build: str
     """What computes, and with which of the processor's features."""
 
@@ -122,6 +126,10 @@ class Backend(Protocol):
 
     def open(self, config: ContextConfig) -> Numerics:
         """Make the context, replacing an earlier one."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Return the bytes that KV caches and buffers can still take where the model is."""
         ...
 
     def set_threads(self, threads: int) -> None:

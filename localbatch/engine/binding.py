@@ -13,9 +13,9 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,9 @@ _BUFFER = re.compile(rb"(KV|compute|output|model) +buffer size += +([0-9.]+) MiB
 _WARN, _ERROR, _CONTINUED = 3, 4, 5  # enum ggml_log_level in ggml.h
 
 _FIELDS = {
-    "llama_model_params": {"n_gpu_layers", "vocab_only", "use_extra_bufts"},
+    "llama_model_params": {
+        "n_gpu_layers", "vocab_only", "use_extra_bufts", "devices", "split_mode", "tensor_split",
+    },
     "llama_context_params": {
         "n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_threads", "n_threads_batch",
         "flash_attn_type", "kv_unified", "swa_full", "type_k", "type_v",
@@ -151,16 +153,92 @@ def supports_gpu() -> bool:
     return bool(lib.llama_supports_gpu_offload())
 
 
+class Device(NamedTuple):
+    """A device that is no CPU, and its memory in bytes."""
+
+    handle: int
+    name: str
+    description: str
+    free_bytes: int
+    total_bytes: int
+
+
+_GPU_TYPES = (1, 2)  # enum ggml_backend_dev_type in ggml-backend.h: GPU, IGPU
+
+
+def gpu_devices() -> list[Device]:
+    """Return the GPUs that llama.cpp finds, integrated ones last, as it would use them itself."""
+    if not supports_gpu():
+        return []
+    found = []
+    for number in range(_ggml("ggml_backend_dev_count", ctypes.c_size_t)()):
+        handle = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)(number)
+        kind = _ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
+        if kind in _GPU_TYPES:
+            found.append((kind, _device(handle)))
+    kinds = [kind for kind, _ in found]
+    # llama.cpp leaves integrated GPUs alone when there are others (src/llama.cpp).
+    wanted = min(kinds, default=0)
+    return [device for kind, device in found if kind == wanted]
+
+
+def _device(handle: int) -> Device:
+    def text(function: str) -> str:
+        said = _ggml(function, ctypes.c_char_p, ctypes.c_void_p)(handle)
+        return bytes(said or b"").decode("utf-8", "replace")
+
+    free, total = free_memory(handle)
+    name, description = text("ggml_backend_dev_name"), text("ggml_backend_dev_description")
+    return Device(handle, name, description, free, total)
+
+
+def free_memory(device: int) -> tuple[int, int]:
+    """Return the free and all bytes of a device."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    pointer = ctypes.POINTER(ctypes.c_size_t)
+    ask = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, pointer, pointer)
+    ask(device, ctypes.byref(free), ctypes.byref(total))
+    return int(free.value), int(total.value)
+
+
+def _ggml(name: str, result: Any, *arguments: Any) -> Any:
+    """Return a function of ggml, which llama-cpp-python does not declare."""
+    function = getattr(lib._lib, name, None)  # of the libraries that libllama needs, too
+    if function is None:
+        from llama_cpp import _ggml as ggml
+
+        function = getattr(ggml.libggml, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function
+
+
 class Model:
     """A loaded GGUF file.
 
     Raises `ModelError` if llama.cpp refuses it, with llama.cpp's reason.
     """
 
-    def __init__(self, path: str, *, gpu_layers: int = 0, metadata_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        gpu_layers: int = 0,
+        devices: Sequence[Device] = (),
+        split_mode: str = "none",
+        tensor_split: Sequence[float] | None = None,
+        metadata_only: bool = False,
+    ) -> None:
         start()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = 0 if metadata_only else gpu_layers
+        handles = (ctypes.c_void_p * (len(devices) + 1))(*(device.handle for device in devices))
+        if supports_gpu():  # with no device named, all would take part
+            params.devices = ctypes.cast(handles, ctypes.c_void_p)
+        if devices:
+            params.split_mode = getattr(lib, f"LLAMA_SPLIT_MODE_{split_mode.upper()}")
+        if tensor_split is not None:
+            shares = [*tensor_split, *[0.0] * lib.LLAMA_MAX_DEVICES][: lib.LLAMA_MAX_DEVICES]
+            params.tensor_split = (ctypes.c_float * len(shares))(*shares)
         # Without repacking the file is only mapped, so a model of any size opens at once.
         params.use_extra_bufts = not metadata_only
         log = LogTail()

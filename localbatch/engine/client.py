@@ -83,7 +83,7 @@ class WorkerClient:
         except BaseException:
             self.close()
             raise
-        self.card = ready.card
+        self.card, self.gpus, self.other_gpus = ready.card, ready.gpus, ready.other_gpus
 
     @property
     def pid(self) -> int:

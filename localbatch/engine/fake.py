@@ -13,8 +13,11 @@ from hashlib import blake2b
 
 import numpy as np
 
+from localbatch.data.config import EngineConfig
 from localbatch.data.errors import DecodeError
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics, Sample
+from localbatch.engine.machine import available_memory
+from localbatch.engine.placement import ON_CPU, Gpu, Placement, place
 from localbatch.scheduler.plan import StepPlan
 
 BOS, EOS, FIRST_BYTE = 0, 1, 2
@@ -25,17 +28,25 @@ CHAT_TEMPLATE = (
 )
 
 
+def fake_placement(config: EngineConfig) -> Placement:
+    """Return where the fake model is: on as many GPUs as the settings say there are."""
+    gpus = [Gpu(f"FAKE{i}", "no device", 1 << 40, 1 << 40) for i in range(config.fake_gpus)]
+    return place(config, gpus, 1, lambda: 1)
+
+
 class FakeBackend:
     """Byte tokens, and logits that are a hash of the sequence."""
 
-    def __init__(self, step_s: float = 0.0, dies_on: str = "") -> None:
+    def __init__(
+        self, step_s: float = 0.0, dies_on: str = "", placement: Placement = ON_CPU
+    ) -> None:
         self.card = ModelCard(
             description="fake", architecture="fake", num_params=0, file_bytes=0, loaded_bytes=0,
             num_vocab=NUM_VOCAB, max_ctx=4096, kv_bytes_per_cell=1, bos_token=BOS, eos_token=EOS,
             end_tokens=frozenset({EOS}), adds_bos=True, chat_template=CHAT_TEMPLATE,
         )  # fmt: skip
         self.decode_s = 0.0
-        self.on_gpu = False
+        self.on_gpu, self.placement = bool(placement.gpus), placement
         self.build = "fake"
         self.buffer_bytes = 0
         self.open_s = 0.0
@@ -45,13 +56,17 @@ class FakeBackend:
         self._config: ContextConfig | None = None
         self._slots: list[list[int]] = []
 
+    def free_bytes(self) -> int:
+        """Return what the machine has."""
+        return available_memory()
+
     def set_threads(self, threads: int) -> None:
         """Note the number; it changes nothing."""
         self.threads = threads
 
     def sibling(self) -> FakeBackend:
         """Return another one; there is no model to share."""
-        return FakeBackend(self._step_s, self._dies_on)
+        return FakeBackend(self._step_s, self._dies_on, self.placement)
 
     def open(self, config: ContextConfig) -> Numerics:
         """Make empty slots."""

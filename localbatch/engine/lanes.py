@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from localbatch.data.config import MAX_LANES, EngineConfig
+from localbatch.data.config import EngineConfig
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
 from localbatch.engine.calibration import DEEP, MOST_DEEP_ROWS, MOST_ROWS, SHALLOW, Rates, rates_of
 from localbatch.engine.lane import Counters, Lane
-from localbatch.engine.machine import available_memory
 from localbatch.engine.planner import Choice, Layout, Planner, RowShape
 from localbatch.engine.sizing import (
     BLOCK,
@@ -18,6 +17,7 @@ from localbatch.engine.sizing import (
     context_bytes,
     fit_context,
     kv_budget,
+    pass_bytes,
     wanted_slots,
 )
 from localbatch.scheduler.sequence import Sequence as TokenSequence
@@ -46,7 +46,7 @@ class LaneGroup:
         prefixes = {prefix for sequence in waiting for prefix in sequence.prefixes}
         prefix_slots = min(PREFIX_SLOTS, len(prefixes))
         slots = wanted_slots(config, len(waiting), on_gpu=on_gpu)
-        memory = available_memory()
+        memory = self._backend.free_bytes()
         if (now := self.context) is not None:
             present = now.num_slots * len(self.lanes)
             asked_slots, asked_prefix_slots = self._asked
@@ -56,6 +56,7 @@ class LaneGroup:
             cells, slots = max(cells, now.row_cells), max(slots, present)
             # What the present contexts take is free when the next ones are made.
             memory += context_bytes(self._backend.card, now) * len(self.lanes)
+            memory += sum(lane.backend.buffer_bytes for lane in self.lanes) if on_gpu else 0
         self._asked = (slots, prefix_slots)
         planner = Planner(config, partial(self._rates, cells))
         shapes = [RowShape(s.num_prompt, s.request.params.max_tokens, s.prefixes) for s in waiting]
@@ -79,10 +80,11 @@ class LaneGroup:
 
     def _affordable(self, cells: int, memory: int) -> int:
         """Return the most lanes that memory allows, with a row each."""
-        one = fit_context(self._config, self._backend.card, 1, cells, self._backend.on_gpu, memory)
-        if self._backend.on_gpu:
-            return MAX_LANES
-        return max(1, kv_budget(memory) // max(1, context_bytes(self._backend.card, one)))
+        card, on_gpu = self._backend.card, self._backend.on_gpu
+        one = context_bytes(card, fit_context(self._config, card, 1, cells, on_gpu, memory))
+        if on_gpu:
+            one += pass_bytes(card)
+        return max(1, kv_budget(memory) // max(1, one))
 
     def _must_be_exact(self, context: ContextConfig) -> bool:
         settings_vary = context.pool_cells is not None or context.flash_attention

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from localbatch.data.config import MAX_SLOTS
-from localbatch.data.errors import ConfigError, DecodeError, ModelError
+from localbatch.data.config import MAX_SLOTS, EngineConfig
+from localbatch.data.errors import DecodeError, ModelError
 from localbatch.engine import binding
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics, Sample
 from localbatch.engine.batches import (
@@ -19,7 +20,9 @@ from localbatch.engine.batches import (
     fill_padding,
     steady,
 )
+from localbatch.engine.machine import available_memory
 from localbatch.engine.numerics import cuts_alike_of, numerics_of, padded
+from localbatch.engine.placement import ON_CPU, Gpu, Placement, place
 from localbatch.engine.sizing import BLOCK
 from localbatch.scheduler.plan import PlanRow, StepPlan
 from localbatch.scheduler.prefixes import LEAST_ROWS
@@ -41,25 +44,31 @@ class LlamaBackend:
     """
 
     def __init__(
-        self, model: str, *, gpu_layers: int | None = None, metadata_only: bool = False
+        self,
+        model: str,
+        *,
+        placement: Placement = ON_CPU,
+        tensor_split: Sequence[float] | None = None,
+        metadata_only: bool = False,
     ) -> None:
-        if gpu_layers and not binding.supports_gpu():
-            raise ConfigError(
-                "gpu_layers: llama-cpp-python was built for the CPU only; leave it out, "
-                "or install a build for the GPU (docs/install.md)"
-            )
-        on_gpu = binding.supports_gpu() and gpu_layers != 0
-        layers = (-1 if gpu_layers is None else gpu_layers) if on_gpu else 0
-        loaded = binding.Model(model, gpu_layers=layers, metadata_only=metadata_only)
+        names = [gpu.name for gpu in placement.gpus]
+        loaded = binding.Model(
+            model, gpu_layers=placement.layers,
+            devices=[device for device in binding.gpu_devices() if device.name in names],
+            split_mode=placement.split_mode.value, tensor_split=tensor_split,
+            metadata_only=metadata_only,
+        )  # fmt: skip
         if not loaded.is_text_generator:
             loaded.close()
             raise ModelError(f"{model}: this is not a model that generates text row by row")
-        self._use(loaded, model, model_card(loaded, model), on_gpu=on_gpu)
+        card = replace(model_card(loaded, model), placement=str(placement))
+        self._use(loaded, model, card, placement)
         self._owns_model = True
 
-    def _use(self, model: binding.Model, path: str, card: ModelCard, *, on_gpu: bool) -> None:
+    def _use(self, model: binding.Model, path: str, card: ModelCard, placement: Placement) -> None:
         """Start without a context on a loaded model."""
-        self.card, self.on_gpu = card, on_gpu
+        self.card, self.placement = card, placement
+        self.on_gpu = bool(placement.gpus)
         self.build = f"{binding.check_binding()} {binding.system_info()}"
         self._model, self._path = model, path
         self._owns_model = False
@@ -82,6 +91,21 @@ class LlamaBackend:
         """Bytes of the compute and output buffers, by llama.cpp's log."""
         return self._context.buffer_bytes if self._context else 0
 
+    def free_bytes(self) -> int:
+        """Return the bytes that KV caches and buffers can still take where the model is.
+
+        Of a model that is only partly on GPUs, the KV cache is split as the layers are.
+        """
+        if not self.on_gpu:
+            return available_memory()
+        names = [gpu.name for gpu in self.placement.gpus]
+        free = sum(d.free_bytes for d in binding.gpu_devices() if d.name in names)
+        layers, all_layers = self.placement.layers, self._model.shape[0]
+        if not 0 <= layers < all_layers:
+            return free
+        share = layers / all_layers
+        return int(min(free / share, available_memory() / (1 - share)))
+
     def set_threads(self, threads: int) -> None:
         """Compute with another number of threads from now on; bits don't depend on it."""
         self._opened().set_threads(threads)
@@ -89,7 +113,7 @@ class LlamaBackend:
     def sibling(self) -> LlamaBackend:
         """Return a backend with a context of its own on the same loaded model."""
         sibling = LlamaBackend.__new__(LlamaBackend)
-        sibling._use(self._model, self._path, self.card, on_gpu=self.on_gpu)
+        sibling._use(self._model, self._path, self.card, self.placement)
         return sibling
 
     def open(self, config: ContextConfig) -> Numerics:
@@ -231,6 +255,20 @@ class LlamaBackend:
 def _check_range(slots: Sequence[int], num_slots: int) -> None:
     if slots and not 0 <= min(slots) <= max(slots) < num_slots:
         raise DecodeError(f"a slot is outside of 0..{num_slots - 1}", -1)
+
+
+def find_placement(config: EngineConfig) -> Placement:
+    """Return where a model is put; raises `ConfigError` if that can't be as it is wanted."""
+    gpus = [Gpu(*device[1:]) for device in binding.gpu_devices()]
+
+    def num_layers() -> int:
+        model = binding.Model(config.model, metadata_only=True)
+        try:
+            return model.shape[0]
+        finally:
+            model.close()
+
+    return place(config, gpus, Path(config.model).stat().st_size, num_layers)
 
 
 def model_card(model: binding.Model, path: str) -> ModelCard:

@@ -8,7 +8,14 @@ from enum import Enum
 from types import TracebackType
 from typing import TypeAlias, TypeVar
 
-from localbatch.data.config import EngineConfig, FlashAttention, KVLayout, Order, Overlength
+from localbatch.data.config import (
+    EngineConfig,
+    FlashAttention,
+    KVLayout,
+    Order,
+    Overlength,
+    SplitMode,
+)
 from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import (
     Completion,
@@ -21,9 +28,9 @@ from localbatch.data.request import (
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import ModelCard
 from localbatch.engine.engine import EngineStats, TextPiece
+from localbatch.engine.pool import Pool
 from localbatch.engine.preview import Preview
 from localbatch.engine.prompt import check_template_args
-from localbatch.engine.supervisor import Supervisor
 from localbatch.models.catalog import resolve_model
 from localbatch.models.gguf import check_gguf
 
@@ -57,6 +64,9 @@ class LLM:
         threads: int | None = None,
         lanes: int | None = None,
         gpu_layers: int | None = None,
+        devices: Sequence[str] | None = None,
+        split_mode: SplitMode | str = SplitMode.AUTO,
+        tensor_split: Sequence[float] | None = None,
         kv_layout: KVLayout | str = KVLayout.STREAMS,
         kv_cells: int | None = None,
         flash_attention: FlashAttention | str = FlashAttention.AUTO,
@@ -79,12 +89,16 @@ class LLM:
             check_gguf(path)
         self.config = EngineConfig(
             model=path, backend=backend, ctx=ctx, parallel=parallel, threads=threads, lanes=lanes,
-            gpu_layers=gpu_layers, kv_layout=layout, kv_cells=kv_cells, flash_attention=flash,
+            gpu_layers=gpu_layers,
+            devices=None if devices is None else tuple(devices),
+            split_mode=_choice("split_mode", SplitMode, split_mode),
+            tensor_split=None if tensor_split is None else tuple(tensor_split),
+            kv_layout=layout, kv_cells=kv_cells, flash_attention=flash,
             ubatch=ubatch, share_prefixes=share_prefixes, order=order, any_numerics=any_numerics,
             overlength=_choice("overlength", Overlength, overlength), chat_template=chat_template,
             metadata_only=metadata_only,
         )  # fmt: skip
-        self._client = Supervisor(self.config, debug=debug)
+        self._client = Pool(self.config, debug=debug)
 
     @property
     def card(self) -> ModelCard:

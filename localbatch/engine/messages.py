@@ -61,6 +61,10 @@ class Ready:
     """The model is loaded."""
 
     card: ModelCard
+    gpus: tuple[str, ...] = ()
+    """Those it is on."""
+    other_gpus: tuple[str, ...] = ()
+    """Those that further workers may use."""
 
 
 @dataclass(frozen=True)

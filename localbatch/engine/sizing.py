@@ -23,6 +23,9 @@ _CPU_CHUNK = 128
 GPU_PASS = 2048
 """Prompt tokens, of several rows, in a pass on a GPU."""
 
+_PASS_BYTES = 32_000
+"""Further bytes of a token in a pass on a GPU: TinyLlama's take 24,000."""
+
 _SHARE = 0.8
 """Share of the available memory that the KV cache may take by itself."""
 
@@ -63,6 +66,14 @@ def kv_bytes(card: ModelCard, num_slots: int, row_cells: int) -> int:
     return num_slots * row_cells * card.kv_bytes_per_cell
 
 
+def pass_bytes(card: ModelCard) -> int:
+    """Return about what a lane's buffers take on a GPU: logits for each token of a pass, and more.
+
+    llama.cpp reserves room for logits of every token, wanted or not.
+    """
+    return GPU_PASS * (card.num_vocab * 4 + _PASS_BYTES)
+
+
 def fit_context(
     config: EngineConfig,
     card: ModelCard,
@@ -80,12 +91,14 @@ def fit_context(
     """
     row_cells, pool = _rounded(cells), None
     memory = available_memory() if memory is None else memory
+    if on_gpu:
+        memory = max(0, memory - lanes * pass_bytes(card))
     budget, fitting = kv_budget(memory), None
     if config.kv_cells is not None:  # the pool is as large as it was asked for, whatever the rows
         pool = _rounded(config.kv_cells)
-        if not on_gpu and kv_bytes(card, 1, pool) > budget:
+        if kv_bytes(card, 1, pool) > budget:
             raise ConfigError(_pool_too_large(card, pool, budget))
-    elif not on_gpu:
+    else:
         fitting = budget // max(1, kv_bytes(card, 1, row_cells))
         if fitting < num_slots and (config.parallel is not None or fitting < 1):
             raise ConfigError(_too_large(card, num_slots, row_cells, budget, fitting))

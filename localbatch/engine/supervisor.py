@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
 
-from localbatch.data.config import EngineConfig
+from localbatch.data.config import EngineConfig, SplitMode
 from localbatch.data.errors import EngineError, WorkerError
 from localbatch.data.request import Completion, Later, Request, failed_completion
 from localbatch.engine.backend import ModelCard
@@ -43,6 +44,20 @@ class Supervisor:
     def card(self) -> ModelCard:
         """What the model says of itself."""
         return self._client.card
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The GPUs that the worker computes on."""
+        return self._client.gpus
+
+    @property
+    def other_gpus(self) -> tuple[str, ...]:
+        """GPUs that the model fits as well."""
+        return self._client.other_gpus
+
+    def stay_on(self, gpus: tuple[str, ...]) -> None:
+        """Let workers that take over use these GPUs, whatever they find."""
+        self._config = replace(self._config, devices=gpus, split_mode=SplitMode.NONE)
 
     @property
     def stats(self) -> EngineStats:

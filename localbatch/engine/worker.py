@@ -23,7 +23,7 @@ from localbatch.data.errors import EngineError, LocalbatchError
 from localbatch.data.request import Completion
 from localbatch.engine.backend import Backend
 from localbatch.engine.engine import Engine
-from localbatch.engine.fake import FakeBackend
+from localbatch.engine.fake import FakeBackend, fake_placement
 from localbatch.engine.lane import TextPiece
 from localbatch.engine.messages import (
     Abort,
@@ -47,12 +47,13 @@ _sending = threading.Lock()
 def make_backend(config: EngineConfig) -> Backend:
     """Load the backend that the settings name."""
     if config.backend == "fake":
-        return FakeBackend(step_s=config.fake_step_s, dies_on=config.fake_dies_on)
-    from localbatch.engine.llama import LlamaBackend
+        return FakeBackend(config.fake_step_s, config.fake_dies_on, fake_placement(config))
+    from localbatch.engine.llama import LlamaBackend, find_placement
 
     return LlamaBackend(
-        config.model, gpu_layers=config.gpu_layers, metadata_only=config.metadata_only
-    )
+        config.model, placement=find_placement(config), tensor_split=config.tensor_split,
+        metadata_only=config.metadata_only,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -109,7 +110,8 @@ def _serve(
     start = inbox.get()
     assert isinstance(start, Start)
     backend = make_backend(start.config)
-    _send(outbox, Ready(backend.card))
+    gpus = tuple(gpu.name for gpu in backend.placement.gpus)
+    _send(outbox, Ready(backend.card, gpus, backend.placement.others))
     engine = Engine(backend, start.config)
     on_ready(engine)
     run, events = 0, list[Completion | TextPiece]()
