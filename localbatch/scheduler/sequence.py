@@ -37,13 +37,16 @@ class Sequence:
     the logits of the last token give the next one.
     """
 
-    __slots__ = ("choice", "finish_reason", "forced", "likelihoods", "num_computed", "num_prompt",
-                 "prefixes", "request", "slot", "status", "tokens")  # fmt: skip
+    __slots__ = ("choice", "finish_reason", "forced", "is_greedy", "likelihoods", "num_computed",
+                 "num_prompt", "prefixes", "request", "slot", "status", "tokens",
+                 "wants_likelihoods")  # fmt: skip
 
     def __init__(self, request: Request, prompt_tokens: list[int], choice: int = 0) -> None:
         if not prompt_tokens:
             raise ValueError("a sequence starts with at least one token")
         self.request = request
+        self.is_greedy = request.params.is_greedy
+        self.wants_likelihoods = request.params.logprobs
         self.choice = choice  # which of the request's answers, from 0
         self.tokens = list(prompt_tokens)
         self.num_prompt = len(prompt_tokens)
