@@ -17,8 +17,8 @@ from localbatch.engine.backend import Logits
 MOST = 256
 """Largest k for which looking at blocks pays."""
 
-_BLOCK = 32
-_FEWEST_BLOCKS = 512
+_BLOCK = 64
+_FEWEST_BLOCKS = 1024
 _LOWEST = np.finfo(np.float32).min
 _NOTHING = np.iinfo(np.uint64).max
 """Sorts behind the key of any token."""
@@ -53,9 +53,12 @@ def rank(logits: Logits, most: _Ints) -> Ranked:
     is_sound = np.isfinite(best)
     bounds = np.where(is_sound, np.maximum(_bounds(largest, most), _LOWEST), np.float32(np.inf))
 
-    chosen = largest >= bounds[:, None]
-    crowded = is_sound & (chosen.sum(axis=1) > 2 * width + 64)
-    chosen[crowded | ~is_sound] = False
+    chosen = np.flatnonzero(largest >= bounds[:, None])
+    num_chosen = np.bincount(chosen // num, minlength=num_rows)
+    crowded = is_sound & (num_chosen > 2 * width + 64)  # of equal logits there may be any number
+    skipped = crowded | ~is_sound
+    if skipped.any():
+        chosen = chosen[~skipped[chosen // num]]
     table = _of_blocks(blocks, chosen, bounds, width)
     if rest.size:
         keys = _keys(rest, np.arange(depth * num, size))
@@ -83,24 +86,24 @@ def rank_row(logits: Logits, most: int) -> Ranked:
 def _bounds(largest: Logits, most: _Ints) -> npt.NDArray[np.float32]:
     """Return a number for each row that no more than its `most` largest logits need be below."""
     num_rows, num = largest.shape
-    groups = max(1, num // max(4 * int(most.max()), _FEWEST_BLOCKS // 2))
+    groups = max(1, num // max(4 * int(most.max()), _FEWEST_BLOCKS // 4))
     span = num // groups
     if groups > 1:  # blocks of blocks: fewer to order
         largest = largest[:, : groups * span].reshape(num_rows, groups, span).max(axis=1)
     places = span - np.minimum(most, span)
     parted = np.partition(largest, np.unique(places), axis=1)
-    return parted[np.arange(num_rows), places]
+    bounds: npt.NDArray[np.float32] = parted[np.arange(num_rows), places]
+    return bounds
 
 
-def _of_blocks(
-    blocks: Logits, chosen: npt.NDArray[np.bool_], bounds: npt.NDArray[np.float32], width: int
-) -> _Keys:
+def _of_blocks(blocks: Logits, chosen: _Ints, bounds: npt.NDArray[np.float32], width: int) -> _Keys:
     """Return the keys of the logits in the chosen blocks that reach their row's bound.
 
-    Shape (rows, at least `width`), filled up with `_NOTHING`.
+    `chosen` counts through the blocks of all rows. Shape (rows, at least `width`), filled up with
+    `_NOTHING`.
     """
     num_rows, _, num = blocks.shape
-    row, block = np.divmod(np.flatnonzero(chosen), num)
+    row, block = np.divmod(chosen, num)
     values = blocks[row, :, block]
     hits = np.flatnonzero(values >= bounds[row, None])
     at, place = np.divmod(hits, values.shape[1])
