@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localbatch import Request, SamplingParams
-from localbatch.engine.sampling import distribution, sample, sample_row, uniform
+from localbatch.engine.sampling import _weights, distribution, sample, sample_row, uniform
 from localbatch.engine.sampling_top import MOST, rank
 from localbatch.scheduler.plan import PlanRow
 from localbatch.scheduler.sequence import Sequence
@@ -140,6 +140,28 @@ class TestTogether:
 
         for i in range(200):
             assert sample([plan_row(p, f"r{i}") for p in params], logits)[0] == 4321
+
+
+class TestSums:
+    def test_top_p_cuts_at_sums_that_add_up_one_by_one(self) -> None:
+        """A `top_p` of exactly the sum of the first j shares keeps j, whatever a row is padded to.
+
+        Sums in another order differ in the last bit for some j, and keep one token more or less.
+        """
+        logits = np.random.default_rng(1).standard_normal((2, 3000)).astype(np.float32)
+        values = np.sort(logits[0])[::-1][:100].astype(np.float64)
+        shares = np.exp(values - values[0])
+        total = list(accumulate(shares.tolist()))[-1]
+        sums = list(accumulate((shares / total).tolist()))
+        open_settings = {"temperature": 1.0, "min_p": 0.0}
+        beside = SamplingParams(top_k=MOST, top_p=0.5, **open_settings)
+
+        for kept, top_p in enumerate(sums[:-1], start=1):
+            params = SamplingParams(top_k=100, top_p=top_p, **open_settings)
+            alone = _weights(rank(logits[:1], np.array([100])), [params])
+            padded = _weights(rank(logits, np.array([100, MOST])), [params, beside])
+            assert alone[0].tolist() == [kept] == padded[0][:1].tolist()
+            assert (padded[1][0, :100] == alone[1][0]).all()
 
 
 class TestRank:
