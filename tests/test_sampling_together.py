@@ -75,7 +75,8 @@ def by_definition(sequence: Sequence, logits: Floats) -> tuple[int, bool]:
     ranked = sorted(finite, key=lambda pair: (-pair[0], pair[1]))[: params.top_k or None]
     best = ranked[0][0]
     shares = [math.exp(value - best) for value, _ in ranked]
-    reached = [total / math.fsum(shares) for total in accumulate(shares)]
+    whole = math.fsum(shares)
+    reached = [total / whole for total in accumulate(shares)]
     is_close = params.top_p < 1 and any(abs(r - params.top_p) < 1e-9 for r in reached)
     if params.top_p < 1:
         ranked = ranked[: sum(r < params.top_p for r in reached) + 1]
