@@ -209,23 +209,24 @@ class Lane:
     ) -> list[Event]:
         """Add new tokens to the texts, end rows whose stop string came, and report."""
         now = time.perf_counter()
-        ended_by_token = {id(s) for s in finished if s.finish_reason is FinishReason.STOP}
         events: list[Event] = []
         for plan_row, token in zip(rows, tokens, strict=True):
             if token is None:
                 continue
             sequence = plan_row.sequence
             row = self._rows[id(sequence)]
-            row.first_token = row.first_token or now
-            if id(sequence) in ended_by_token:
+            if not row.first_token:
+                row.first_token = now
+            if sequence.finish_reason is FinishReason.STOP:  # by this token, which is no text
                 continue
-            row.text.push(token)
-            sequence.forced = sequence.forced[1:] or row.text.forced()
-            if row.text.stopped:
+            text = row.text
+            text.push(token)
+            sequence.forced = sequence.forced[1:] or text.forced()
+            if text.stopped:
                 if sequence.status is not SequenceStatus.FINISHED:
                     finished.append(sequence)
                 self._opened.finish(sequence, FinishReason.STOP)
-            else:
+            elif self.streams_text:
                 events += self._new_text(row)
         if finished:
             self._recover()

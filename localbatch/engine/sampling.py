@@ -18,28 +18,47 @@ import numpy.typing as npt
 from localbatch.data.request import RowId
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Logits
+from localbatch.engine.sampling_top import MOST, Ranked, rank, rank_row
 from localbatch.scheduler.plan import PlanRow
 from localbatch.scheduler.sequence import Likelihood
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 
-_NEAR = 12.0
-"""First guess at how far below the best logit the top-k tokens lie."""
-
 
 def sample(rows: Sequence[PlanRow], logits: Logits) -> list[int]:
     """Return the next token of each row; notes the likelihoods of rows that ask for them."""
-    tokens: list[int]
-    if all(row.sequence.request.params.is_greedy for row in rows):
-        tokens = logits.argmax(axis=1).tolist()
-    else:
-        tokens = [sample_row(row.sequence, logits[i]) for i, row in enumerate(rows)]
-    for i, row in enumerate(rows):
-        sequence = row.sequence
+    sequences = [row.sequence for row in rows]
+    tokens = _chosen(sequences, logits)
+    for i, sequence in enumerate(sequences):
         if sequence.forced:
             tokens[i] = sequence.forced[0]
-        if sequence.request.params.logprobs:
+        if sequence.wants_likelihoods:
             top = sequence.request.params.top_logprobs
             sequence.likelihoods.append(likelihood(logits[i], tokens[i], top))
+    return tokens
+
+
+def _chosen(sequences: Sequence[TokenSequence], logits: Logits) -> list[int]:
+    """Return the token that each row's settings choose.
+
+    Which rows are beside a row must not show in its token: each is what `sample_row` returns.
+    """
+    if all(sequence.is_greedy for sequence in sequences):
+        tokens: list[int] = logits.argmax(axis=1).tolist()
+        return tokens
+    tokens = [0] * len(sequences)
+    together = []
+    for i, sequence in enumerate(sequences):
+        params = sequence.request.params
+        if params.temperature > 0.0 and 0 < params.top_k <= MOST and not params.changes_logits:
+            together.append(i)
+        else:
+            tokens[i] = sample_row(sequence, logits[i])
+    if together:
+        drawing = [sequences[i] for i in together]
+        chosen = logits if len(together) == len(sequences) else logits[together]
+        ranked = rank(chosen, np.array([s.request.params.top_k for s in drawing]))
+        for i, token in zip(together, _drawn(drawing, chosen, ranked), strict=True):
+            tokens[i] = token
     return tokens
 
 
@@ -52,25 +71,44 @@ def likelihood(logits: npt.NDArray[np.float32], token: int, top: int) -> Likelih
     best = float(shares.max())
     np.subtract(shares, best, out=shares)
     log_sum = best + log(float(np.exp(shares, out=shares).sum()))
-    tokens = _top_k(logits, top) if top else np.zeros(0, np.int64)
-    tokens = tokens[np.lexsort((tokens, -logits[tokens]))]
-    likeliest = [(int(t), float(logits[t]) - log_sum) for t in tokens]
+    likeliest = []
+    if top:
+        ranked = rank(logits[None], np.array([top]))
+        tokens = ranked.tokens[0, : ranked.counts[0]]
+        likeliest = [(int(t), float(logits[t]) - log_sum) for t in tokens]
     return Likelihood(token, float(logits[token]) - log_sum, tuple(likeliest))
 
 
 def sample_row(sequence: TokenSequence, logits: npt.NDArray[np.float32]) -> int:
     """Return the next token of one sequence from its logits, shape (vocabulary,)."""
-    request = sequence.request
-    params = request.params
+    params = sequence.request.params
     if params.changes_logits:
         logits = adjusted(logits, sequence.tokens, params)
-    if params.temperature == 0.0 or (params.logit_bias and logits.max() == -np.inf):
-        return int(logits.argmax())  # with every token banned there is nothing to draw from
-    tokens, chances = distribution(logits, params)
-    number = uniform(params.seed, request.id, sequence.num_generated, sequence.choice)
-    drawn = number * chances.sum()
-    place = int(np.searchsorted(chances.cumsum(), drawn, side="right"))
-    return int(tokens[min(place, len(tokens) - 1)])
+    if params.temperature == 0.0:
+        return int(logits.argmax())
+    return _drawn([sequence], logits[None], _ranked(logits, params.top_k))[0]
+
+
+def _ranked(logits: npt.NDArray[np.float32], top_k: int) -> Ranked:
+    if 0 < top_k <= MOST:
+        return rank(logits[None], np.array([top_k]))
+    return rank_row(logits[None], top_k)
+
+
+def _drawn(sequences: Sequence[TokenSequence], logits: Logits, ranked: Ranked) -> list[int]:
+    """Return a token for each row, drawn from its largest logits."""
+    settings = [sequence.request.params for sequence in sequences]
+    numbers = [
+        uniform(s.request.params.seed, s.request.id, s.num_generated, s.choice) for s in sequences
+    ]
+    keep, weights = _weights(ranked, settings)
+    sums = weights.cumsum(axis=1)
+    drawn = np.array(numbers) * sums[:, -1]
+    places = np.minimum((sums <= drawn[:, None]).sum(axis=1), keep - 1)
+    tokens: list[int] = ranked.tokens[np.arange(len(sequences)), places].tolist()
+    for i in np.flatnonzero(ranked.counts == 0):
+        tokens[i] = int(logits[i].argmax())  # with every token banned there is nothing to draw from
+    return tokens
 
 
 def uniform(seed: int, row_id: RowId, step: int, choice: int = 0) -> float:
@@ -116,39 +154,27 @@ def distribution(
 
     Equal logits are put in the order of their token ids.
     """
-    tokens = _top_k(logits, params.top_k)
-    values = logits[tokens].astype(np.float64)
-    order = np.lexsort((tokens, -values))
-    tokens, values = tokens[order], values[order]
-    values -= values[0]
-    keep = len(tokens)
-    if params.top_p < 1.0:
-        shares = np.exp(values)
-        shares /= shares.sum()
-        keep = int(np.searchsorted(shares.cumsum(), params.top_p, side="left")) + 1
-    if params.min_p > 0.0:
-        keep = min(keep, int(np.searchsorted(-values, -log(params.min_p), side="right")))
-    tokens, values = tokens[:keep], values[:keep]
-    return tokens, np.exp(values / params.temperature)
+    ranked = _ranked(logits, params.top_k)
+    keep, weights = _weights(ranked, [params])
+    return ranked.tokens[0, : keep[0]], weights[0, : keep[0]]
 
 
-def _top_k(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
-    """Return the ids of the k largest logits (more if equal ones tie; all that are finite if k=0).
+def _weights(
+    ranked: Ranked, settings: Sequence[SamplingParams]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Return how many of each row's largest logits are kept, and their weights; others have 0.
 
-    Nearly always the k best lie close to the best one, and one comparison finds them faster than a
-    partition of the whole vocabulary.
+    Sums are cumulative ones, which add up one by one: what a row is padded with changes no bit.
     """
-    best = logits.max()
-    if k <= 0 or k >= len(logits):
-        return np.flatnonzero(logits > -np.inf)
-    near = np.flatnonzero(logits >= best - np.float32(_NEAR))
-    if len(near) < k:
-        near = np.flatnonzero(logits > -np.inf)
-    if len(near) > k:
-        values = logits[near]
-        cut = np.partition(values, len(values) - k)[len(values) - k]
-        near = near[values >= cut]
-        if len(near) > k:  # ties at the cut: the lowest ids stay
-            above = near[logits[near] > cut]
-            near = np.sort(np.concatenate([above, near[logits[near] == cut][: k - len(above)]]))
-    return near
+    values, keep = ranked.values, ranked.counts
+    top_p = np.array([params.top_p for params in settings])
+    if (top_p < 1.0).any():
+        shares = np.exp(values)
+        shares /= np.maximum(shares.cumsum(axis=1)[:, -1:], 1.0)  # 1 is the least, but of no token
+        reached = (shares.cumsum(axis=1) < top_p[:, None]).sum(axis=1) + 1
+        keep = np.where(top_p < 1.0, np.minimum(keep, reached), keep)
+    lows = np.array([log(params.min_p) if params.min_p > 0.0 else -np.inf for params in settings])
+    keep = np.minimum(keep, (values >= lows[:, None]).sum(axis=1))
+    weights = np.exp(values / np.array([params.temperature for params in settings])[:, None])
+    weights[np.arange(values.shape[1]) >= keep[:, None]] = 0.0
+    return keep, weights

@@ -28,6 +28,7 @@ class TextStream:
         self._parts: list[str] = []
         self._tail = ""  # the end of the text, where a stop string may still begin
         self._taken = 0  # parts handed out by take()
+        self._pending: list[int] = []  # tokens of which nobody asked for the text
 
     @property
     def reasoning(self) -> str | None:
@@ -50,12 +51,14 @@ class TextStream:
 
     def push(self, token: int) -> None:
         """Add a token."""
-        self._add(self._decoder.decode(self._token_bytes(token)))
+        self._pending.append(token)
+        if self._stop:
+            self._decode()
 
     def finish(self) -> str:
         """End the text and return all of it."""
         if not self.stopped:
-            self._add(self._decoder.decode(b"", final=True))
+            self._decode(final=True)
         if not self.stopped:
             self._parts.append(self._tail)
         self._tail = ""
@@ -63,9 +66,16 @@ class TextStream:
 
     def take(self) -> str:
         """Return the text that is certain and was not returned before."""
+        self._decode()
         new = "".join(self._parts[self._taken :])
         self._taken = len(self._parts)
         return new
+
+    def _decode(self, *, final: bool = False) -> None:
+        """Make text of the pending tokens: of many at a time where nothing may end it early."""
+        written = b"".join(map(self._token_bytes, self._pending))
+        self._pending.clear()
+        self._add(self._decoder.decode(written, final))
 
     def _add(self, text: str) -> None:
         if self.stopped or not text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 
 from localbatch.data.config import SchedulerConfig
 from localbatch.data.request import FinishReason
@@ -72,12 +73,9 @@ class Scheduler:
             moves = self._close_gaps()
         rows = self._catch_up(admit=not preempted)
         if not rows or self._mixes:
-            in_plan = {id(row.sequence) for row in rows}
             self._forget_left()
             moves += [] if self._mixes else self._close_gaps()
-            decoding = [s for s in self.running if id(s) not in in_plan and not s.lags]
-            # By slot: llama.cpp computes streams together only while their ids ascend by one.
-            rows += [self._decode_row(s) for s in sorted(decoding, key=_slot_of)]
+            rows += self._decode_rows()
         releases, self._releases = self._releases, []
         copies, self._copies = self._copies, []
         return StepPlan(rows, moves, releases, copies)
@@ -152,13 +150,11 @@ class Scheduler:
         assert all(0 <= s.num_computed < s.num_tokens for s in self.running), "computed"
 
     def _accept(self, sequence: Sequence, token: int) -> FinishReason | None:
-        params = sequence.request.params
-        if token in self._end_tokens and not params.ignore_eos:
+        if token in self._end_tokens and not sequence.request.params.ignore_eos:
             return FinishReason.STOP
         sequence.tokens.append(token)
-        if sequence.num_generated >= params.max_tokens:
-            return FinishReason.LENGTH
-        if sequence.num_tokens > self.config.row_cells:
+        num_tokens = len(sequence.tokens)
+        if num_tokens >= sequence.most_tokens or num_tokens > self.config.row_cells:
             return FinishReason.LENGTH
         return None
 
@@ -212,15 +208,14 @@ class Scheduler:
         budget = self.config.max_step_tokens
         rows: list[PlanRow] = []
         for sequence in self.running:
-            length = self._chunk_length(sequence)
-            if sequence.lags and length <= budget:
-                rows.append(self._row(sequence, length, is_prefill=True))
+            if sequence.lags and (length := self._chunk_length(sequence)) <= budget:
+                rows.append(self._chunk_row(sequence, length))
                 budget -= length
         while admit and self.waiting:
             if self._chunk_length(self.waiting[0]) > budget or not self._admit():
                 break
             length = self._chunk_length(self.running[-1])
-            rows.append(self._row(self.running[-1], length, is_prefill=True))
+            rows.append(self._chunk_row(self.running[-1], length))
             budget -= length
         return rows
 
@@ -230,15 +225,28 @@ class Scheduler:
         ends += [end for end in self._prefixes.ends_within(sequence) if end > start]
         return min(ends) - start
 
-    def _decode_row(self, sequence: Sequence) -> PlanRow:
-        return self._row(sequence, 1, is_prefill=False)
+    def _decode_rows(self) -> list[PlanRow]:
+        """Plan the next token of each sequence that does not lag.
 
-    def _row(self, sequence: Sequence, length: int, *, is_prefill: bool) -> PlanRow:
+        By slot: llama.cpp computes streams together only while their ids ascend by one.
+        """
+        rows = []
+        for sequence in sorted(self.running, key=attrgetter("slot")):
+            if not sequence.lags:
+                slot, start = sequence.slot, sequence.num_computed
+                assert slot is not None
+                self._slots.grow(slot, 1)
+                rows.append(
+                    PlanRow(sequence, slot, start, start + 1, wants_logits=True, is_prefill=False)
+                )
+        return rows
+
+    def _chunk_row(self, sequence: Sequence, length: int) -> PlanRow:
         assert sequence.slot is not None
         self._slots.grow(sequence.slot, length)
         start, end = sequence.num_computed, sequence.num_computed + length
         wants_logits = end == sequence.num_tokens
-        return PlanRow(sequence, sequence.slot, start, end, wants_logits, is_prefill)
+        return PlanRow(sequence, sequence.slot, start, end, wants_logits, is_prefill=True)
 
     def _close_gaps(self) -> list[Move]:
         """Move sequences from the highest slots into the free ones below.

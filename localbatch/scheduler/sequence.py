@@ -37,16 +37,20 @@ class Sequence:
     the logits of the last token give the next one.
     """
 
-    __slots__ = ("choice", "finish_reason", "forced", "likelihoods", "num_computed", "num_prompt",
-                 "prefixes", "request", "slot", "status", "tokens")  # fmt: skip
+    __slots__ = ("choice", "finish_reason", "forced", "is_greedy", "likelihoods", "most_tokens",
+                 "num_computed", "num_prompt", "prefixes", "request", "slot", "status", "tokens",
+                 "wants_likelihoods")  # fmt: skip
 
     def __init__(self, request: Request, prompt_tokens: list[int], choice: int = 0) -> None:
         if not prompt_tokens:
             raise ValueError("a sequence starts with at least one token")
         self.request = request
+        self.is_greedy = request.params.is_greedy
+        self.wants_likelihoods = request.params.logprobs
         self.choice = choice  # which of the request's answers, from 0
         self.tokens = list(prompt_tokens)
         self.num_prompt = len(prompt_tokens)
+        self.most_tokens = self.num_prompt + request.params.max_tokens
         self.num_computed = 0
         self.forced: SequenceOf[int] = ()  # tokens that come next, whatever the logits say
         self.likelihoods: list[Likelihood] = []  # of each generated token, where asked for
@@ -80,7 +84,7 @@ class Sequence:
     @property
     def lags(self) -> bool:
         """Whether more than the newest token is still to be computed (prefill, or recompute)."""
-        return self.num_computed == 0 or self.num_computed < len(self.tokens) - 1
+        return self.num_computed < len(self.tokens) - 1 or self.num_computed == 0
 
     def __repr__(self) -> str:
         return (
