@@ -16,11 +16,10 @@ from localbatch.compare.sweep import (
     SweepConfig,
     curve_of,
     knee,
-    knee_line,
     sweep,
-    sweep_text,
     tasks_of,
 )
+from localbatch.compare.sweep_report import knee_line, sweep_text
 from localbatch.compare.task import MadeUpRows, Outcome, Task
 from localbatch.data.config import EngineConfig, KVLayout
 from localbatch.data.errors import ConfigError, EngineError

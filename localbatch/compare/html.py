@@ -18,7 +18,8 @@ from localbatch.compare.report import (
     rounds_text,
 )
 from localbatch.compare.svg import Bar, Line, bars, lines, ranges, timeline
-from localbatch.compare.sweep import Sweep, knee_line, point_cells, point_head
+from localbatch.compare.sweep import Sweep
+from localbatch.compare.sweep_report import columns_of, knee_line
 from localbatch.compare.trace import spans
 
 _BREAKS = 400
@@ -102,13 +103,16 @@ def sweep_page(report: Sweep) -> str:
         *_chapter("Efficiency", "Speed-up over one row at a time, for each row of the batch.",
                   lines(gains, "speed-up / rows")),
     ]  # fmt: skip
+    columns = columns_of(report)
+    head = [column.title for column in columns]
     for curve in report.curves:
         parts += [
             f"<h2>{escape(curve.scheme)}, {escape(curve.layout)}</h2>",
             f"<p>{escape(knee_line(curve))}</p>",
-            _table(point_head(), [point_cells(point) for point in curve.points]),
+            _table(head, [[column.show(p) for column in columns] for p in curve.points]),
             *(f"<p>{size} rows: not run: {escape(why)}</p>" for size, why in curve.failed.items()),
         ]
+    parts += [f"<p>{escape(note)}</p>" for note in report.notes]
     facts = (
         f"{report.prompt_tokens} prompt + {report.max_tokens} output tokens a row, "
         f"{rounds_text(report.rounds)}"

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from localbatch.compare.bench import Bench
-from localbatch.data.config import MAX_SLOTS, EngineConfig, Order
+from localbatch.compare.bench import Bench, too_many
+from localbatch.data.config import MAX_SLOTS, EngineConfig, KVLayout, Order
+from localbatch.data.errors import ConfigError
 from localbatch.data.request import Completion
 from localbatch.engine.backend import Backend, Numerics
 from localbatch.engine.engine import Engine
 from localbatch.engine.sampling import sample
-from localbatch.engine.sizing import PREFIX_SLOTS
 from localbatch.scheduler.plan import StepPlan
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 
@@ -239,11 +239,13 @@ class Continuous(ContinuousAuto):
 
     def settings(self) -> EngineConfig:
         """Return as many rows as a static batch has, in one lane if it holds them."""
-        lanes = -(-self.bench.batch // (MAX_SLOTS - PREFIX_SLOTS))
+        batch = min(self.bench.batch, len(self.bench.requests))
+        lanes, unified = -(-batch // MAX_SLOTS), self.bench.config.kv_layout is KVLayout.UNIFIED
+        if unified and lanes > 1:
+            raise ConfigError(too_many(batch))
         return replace(
-            self.bench.config, lanes=lanes, parallel=self.bench.batch, order=Order.INPUT,
-            share_prefixes=False,
-        )  # fmt: skip
+            self.bench.config, lanes=lanes, parallel=batch, order=Order.INPUT, share_prefixes=False
+        )
 
 
 MODES: dict[str, type[Mode]] = {
