@@ -109,7 +109,7 @@ def sweep_page(report: Sweep) -> str:
         parts += [
             f"<h2>{escape(curve.scheme)}, {escape(curve.layout)}</h2>",
             f"<p>{escape(knee_line(curve))}</p>",
-            _table(head, [[column.show(p) for column in columns] for p in curve.points]),
+            html_table(head, [[column.show(p) for column in columns] for p in curve.points]),
             *(f"<p>{size} rows: not run: {escape(why)}</p>" for size, why in curve.failed.items()),
         ]
     parts += [f"<p>{escape(note)}</p>" for note in report.notes]
@@ -149,10 +149,11 @@ def _tables(modes: Sequence[ModeReport]) -> list[str]:
 
 def _mode_table(modes: Sequence[ModeReport], columns: Sequence[Column]) -> str:
     head = ["mode", *(column.title for column in columns)]
-    return _table(head, [[mode.mode, *(c.show(mode) for c in columns)] for mode in modes])
+    return html_table(head, [[mode.mode, *(c.show(mode) for c in columns)] for mode in modes])
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that scrolls by itself where it is too wide."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows

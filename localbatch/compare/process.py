@@ -19,6 +19,7 @@ import psutil
 
 from localbatch.compare.gpu import GpuReading, read_gpus
 from localbatch.compare.margins import MarginTask
+from localbatch.compare.probe import Costs, ProbeTask
 from localbatch.compare.task import Outcome, Task, joined
 from localbatch.compare.worker import Failed
 from localbatch.data.errors import WorkerError
@@ -59,10 +60,17 @@ def run_margins(task: MarginTask) -> list[float]:
         return found
 
 
+def run_probe(task: ProbeTask) -> Costs:
+    """Return what single computations cost, measured in a fresh process."""
+    with _Worker(task) as worker:
+        found: Costs = worker.receive()
+        return found
+
+
 class _Worker:
     """A process with a task; it is ended with the block."""
 
-    def __init__(self, task: Task | MarginTask) -> None:
+    def __init__(self, task: Task | MarginTask | ProbeTask) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
         try:
             # `-c` with the parent's own path: `-m` would put the current folder first.

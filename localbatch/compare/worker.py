@@ -19,6 +19,7 @@ from typing import BinaryIO
 from localbatch.compare.bench import Bench
 from localbatch.compare.margins import MarginTask, margins
 from localbatch.compare.modes import MODES
+from localbatch.compare.probe import ProbeTask, probe
 from localbatch.compare.rows import made_up
 from localbatch.compare.task import MadeUpRows, Outcome, Task
 from localbatch.compare.trace import Clock, Step, Trace, TracedBackend
@@ -68,6 +69,9 @@ def main() -> None:
         load_s = time.perf_counter() - started
         if isinstance(task, MarginTask):
             send(margins(backend, task))
+            return
+        if isinstance(task, ProbeTask):
+            send(probe(backend, task))
             return
         outcome = measure(task, backend, wait_for_start)
         outcome.load_s = load_s
