@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """Return the notebook with the outputs of a run; raises `CellExecutionError` if a cell fails."""
+    """Return the notebook with the outputs of a run; raises `CellExecutionError` if one fails."""
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
         notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", record_timing=False,

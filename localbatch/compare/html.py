@@ -9,12 +9,11 @@ from typing import Any
 
 from localbatch.compare.figures import gaps
 from localbatch.compare.report import (
-    ROOM,
-    SPEED,
-    TIMES,
     Column,
     Comparison,
     ModeReport,
+    difference_lines,
+    groups,
     rounds_text,
 )
 from localbatch.compare.svg import Bar, Line, bars, lines, ranges, timeline
@@ -35,12 +34,13 @@ body { margin: 2rem auto; max-width: 1000px; padding: 0 1rem; background: var(--
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
 p, figcaption { color: var(--soft); } figure { margin: 1rem 0; overflow-x: auto; }
-svg { width: 100%; min-width: 560px; height: auto; }
+svg { width: 100%; min-width: 640px; height: auto; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; margin: 1.2rem 0; }
 th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid var(--grid); } th:first-child, td:first-child { text-align: left; }
+  border-bottom: 1px solid var(--grid); } th:first-child, td:first-child { text-align: left;
+  position: sticky; left: 0; background: var(--page); }
 .series-0 { fill: var(--s0); } .series-1 { fill: var(--s1); } .series-2 { fill: var(--s2); }
 .series-3 { fill: var(--s3); } .line { fill: none; stroke-width: 2; }
 .stroke-0 { stroke: var(--s0); } .stroke-1 { stroke: var(--s1); } .stroke-2 { stroke: var(--s2); }
@@ -144,7 +144,7 @@ def _chapter(title: str, about: str, chart: str) -> list[str]:
 
 
 def _tables(modes: Sequence[ModeReport]) -> list[str]:
-    return [_mode_table(modes, columns) for columns in (SPEED, TIMES, ROOM)]
+    return [_mode_table(modes, columns) for columns in groups(modes).values()]
 
 
 def _mode_table(modes: Sequence[ModeReport], columns: Sequence[Column]) -> str:
@@ -188,4 +188,6 @@ def _timeline(mode: ModeReport) -> list[str]:
 
 def _left_out(report: Comparison) -> list[str]:
     failed = [f"{name}: not run: {reason}" for name, reason in report.failed.items()]
-    return [f"<p>{escape(line)}</p>" for line in [*failed, *report.notes]]
+    return [
+        f"<p>{escape(line)}</p>" for line in [*failed, *difference_lines(report), *report.notes]
+    ]

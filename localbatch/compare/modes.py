@@ -14,6 +14,7 @@ from localbatch.data.request import Completion
 from localbatch.engine.backend import Backend, Numerics
 from localbatch.engine.engine import Engine
 from localbatch.engine.sampling import sample
+from localbatch.engine.sizing import PREFIX_SLOTS
 from localbatch.scheduler.plan import StepPlan
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 
@@ -240,9 +241,11 @@ class Continuous(ContinuousAuto):
     def settings(self) -> EngineConfig:
         """Return as many rows as a static batch has, in one lane if it holds them."""
         batch = min(self.bench.batch, len(self.bench.requests))
-        lanes, unified = -(-batch // MAX_SLOTS), self.bench.config.kv_layout is KVLayout.UNIFIED
-        if unified and lanes > 1:
-            raise ConfigError(too_many(batch))
+        lanes = -(-batch // (MAX_SLOTS - PREFIX_SLOTS))
+        if self.bench.config.kv_layout is KVLayout.UNIFIED:
+            lanes = 1
+            if batch > MAX_SLOTS:
+                raise ConfigError(f"batch: {too_many(batch)}")
         return replace(
             self.bench.config, lanes=lanes, parallel=batch, order=Order.INPUT, share_prefixes=False
         )

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from html import escape
 
 from localbatch.compare.html import html_table
-from localbatch.compare.report import ROOM, SPEED, TIMES, Comparison, table
+from localbatch.compare.report import Comparison, groups, table
 from localbatch.compare.sweep import Sweep
 from localbatch.compare.sweep_report import columns_of, knee_line
-
-GROUPS = {"speed": SPEED, "times": TIMES, "room": ROOM[:-1]}
-"""Groups of columns of a comparison."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +29,11 @@ class Table:
 
 
 def modes_table(report: Comparison, columns: str = "speed") -> Table:
-    """Return a line for each mode; `columns` names one of `GROUPS`.
+    """Return a line for each mode; `columns` is `speed`, `times` or `room`.
 
     Modes that could not be run are named below, with the reason.
     """
-    group = GROUPS[columns]
+    group = groups(report.modes)[columns]
     rows = [[mode.mode, *(column.show(mode) for column in group)] for mode in report.modes]
     failed = [f"{name}: not run: {reason}" for name, reason in report.failed.items()]
     return Table(["mode", *(column.title for column in group)], rows, failed)

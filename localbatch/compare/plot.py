@@ -54,8 +54,9 @@ def draw_modes(axes: Any, modes: Sequence[ModeReport]) -> None:
     values = [(0, 0, 0) if one is None else one for one in found]
     below = [median - low for median, low, _ in values]
     above = [high - median for median, _, high in values]
+    ranges = [below, above] if any(below + above) else None
     names = [mode.mode for mode in modes]
-    axes.barh(names, [v[0] for v in values], xerr=[below, above], color=_COLORS[0], capsize=3)
+    axes.barh(names, [v[0] for v in values], xerr=ranges, color=_COLORS[0], capsize=3)
     axes.invert_yaxis()
     axes.set_xlabel("output tokens per second")
     _open(axes)
@@ -90,6 +91,7 @@ def draw_tradeoff(axes: Any, report: Sweep) -> None:
                 str(point.batch), place, (5, 6 - 18 * (number % 2)), textcoords="offset points",
                 color=color, fontsize=9,
             )  # fmt: skip
+    axes.margins(0.1)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("milliseconds from one token of a row to its next (median)")

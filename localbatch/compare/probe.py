@@ -42,7 +42,7 @@ class ProbeTask:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if max(self.rows, default=0) > MAX_SLOTS:
-            raise ConfigError(too_many(max(self.rows)))
+            raise ConfigError(f"rows: {too_many(max(self.rows))}")
 
 
 @dataclass(frozen=True)
