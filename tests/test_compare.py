@@ -643,7 +643,17 @@ class TestReasons:
 
         (line,) = reasons([one, slow])
         assert line.endswith(
-            "a computation of its 4.0 rows took 900.0 ms, one of sequential with 1.0 rows 200.0 ms"
+            "static needs 900.0 ms for 4.0 rows, sequential needs 200.0 ms for 1.0 rows"
+        )
+
+    def test_steps_side_by_side(self) -> None:
+        """Two processes compute at the same time, each one row in 300 ms."""
+        slow = self.mode("static", 12, Step(0, 0, 0.9, (0,) * 4, (0,) * 4, 4, 0))
+        two = self.mode("multi-instance", 10, Step(0, 0, 0.3, (0,), (0,), 1, 0), lanes=2)
+
+        (line,) = reasons([two, slow])
+        assert line.endswith(
+            "multi-instance needs 300.0 ms for 1.0 rows in each of 2 that run side by side"
         )
 
     def test_chance(self) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from localbatch.compare.report import ModeReport
 
 _ORDER = (
-    ("multi-instance", "sequential"), ("static", "sequential"), ("continuous", "static"),
-    ("continuous-auto", "continuous"),
+    ("multi-instance", "sequential"), ("static", "sequential"), ("static", "multi-instance"),
+    ("continuous", "static"), ("continuous", "multi-instance"), ("continuous-auto", "continuous"),
 )  # fmt: skip
 """Modes, and those that they should not be slower than."""
 
@@ -52,11 +52,14 @@ def _why(mode: ModeReport, other: ModeReport) -> str:
         )
     if mode.median("occupancy") < _MOSTLY:
         return f"only {mode.median('occupancy'):.0%} of its places had a row"
-    return (
-        f"a computation of its {mode.median('rows_per_call'):.1f} rows took "
-        f"{step_ms(mode):.1f} ms, one of {other.mode} with "
-        f"{other.median('rows_per_call'):.1f} rows {step_ms(other):.1f} ms"
-    )
+    return f"{_step(mode)}, {_step(other)}"
+
+
+def _step(mode: ModeReport) -> str:
+    """Say what a computation of a mode took, and how many there were at one time."""
+    rows, count = mode.median("rows_per_call"), mode.sample.lanes
+    beside = f" in each of {count} that run side by side" if count > 1 else ""
+    return f"{mode.mode} needs {step_ms(mode):.1f} ms for {rows:.1f} rows{beside}"
 
 
 def prompt_share(mode: ModeReport) -> float:
