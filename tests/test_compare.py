@@ -47,7 +47,7 @@ from localbatch.compare.rows import made_up
 from localbatch.compare.sweep import SweepConfig, sweep
 from localbatch.compare.sweep_report import sweep_text
 from localbatch.compare.task import MadeUpRows, Outcome, Task, comparable, joined
-from localbatch.compare.trace import Span, Step, Trace, TracedBackend, spans
+from localbatch.compare.trace import Span, Step, Trace, TracedBackend, spans, step_of
 from localbatch.compare.worker import measure, numbered
 from localbatch.data.config import EngineConfig, KVLayout
 from localbatch.data.errors import ConfigError, EngineError, WorkerError
@@ -374,6 +374,24 @@ class TestTrace:
             Span(0, 0, 0, 0.0, 1.0, True), Span(0, 0, 0, 1.0, 3.0, False),
             Span(1, 0, 1, 1.0, 2.0, False), Span(0, 0, 0, 9.0, 10.0, False),
             Span(1, 0, 0, 9.0, 10.0, False),
+        ]  # fmt: skip
+
+    def test_prompts_of_a_step_are_timed_one_by_one(self) -> None:
+        """Four prompts from 0 to 8 seconds; the backend computes the first alone, up to 3.
+
+        Then the second, which gives no logits yet, and the third, up to 6; then the fourth.
+        """
+        rows = [
+            PlanRow(TokenSequence(row, [1, 2]), i, 0, 2, i != 1, True)
+            for i, row in enumerate(rows_of(*[(2, 1)] * 4))
+        ]
+        marks = [(rows[0], 3.0), (rows[2], 6.0), (rows[3], 7.9)]
+
+        step = step_of(StepPlan(rows, [], []), 0, 0.0, 8.0, marks)
+
+        assert step.row_times == ((0.0, 3.0), (3.0, 6.0), (3.0, 6.0), (6.0, 8.0))
+        assert [(s.row, s.start_s, s.end_s) for s in spans([step], 0.5)] == [
+            (0, 0.0, 3.0), (1, 3.0, 6.0), (2, 3.0, 6.0), (3, 6.0, 8.0),
         ]  # fmt: skip
 
     def test_a_row_that_begins_anew_is_timed_anew(self) -> None:

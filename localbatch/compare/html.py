@@ -45,6 +45,8 @@ th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap;
 .series-3 { fill: var(--s3); } .line { fill: none; stroke-width: 2; }
 .stroke-0 { stroke: var(--s0); } .stroke-1 { stroke: var(--s1); } .stroke-2 { stroke: var(--s2); }
 .stroke-3 { stroke: var(--s3); } .grid { stroke: var(--grid); fill: none; }
+@media (max-width: 640px) { .bars, .ranges, .timeline { min-width: 0; }
+  .bars text, .ranges text, .timeline text { font-size: 17px; } }
 .axis { stroke: var(--ink); fill: none; } .mark { stroke: var(--ink); stroke-width: 2.5; }
 .prefill { fill: var(--s1); } .decode-0 { fill: var(--s0); } .decode-1 { fill: var(--d1); }
 .idle { fill: var(--idle); } .key { display: inline-block; width: .8em; height: .8em;
@@ -54,7 +56,8 @@ th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap;
 """
 
 _KEY = (
-    "<figcaption>From left to right: time. Each line is a place in the batch."
+    "<figcaption>From left to right: time. Each line is a place in the batch; prompts may be "
+    "computed one after another while the other rows wait."
     '<span class="key k1"></span>prompt<span class="key k0"></span>answer (two shades: one row '
     'after another)<span class="key k2"></span>idle</figcaption>'
 )
