@@ -98,6 +98,7 @@ class TestKnee:
         assert knee_line(points).startswith("the knee is at 1 rows")
         rising = curve_of("s", "l", {1: [outcome(1, 1)], 2: [outcome(2, 1)]}, {})
         assert "not flattened at 2 rows" in knee_line(rising)
+        assert "shows no knee" in knee_line(curve_of("s", "l", {1: [outcome(1, 1)]}, {}))
         assert knee_line(Curve("s", "l", (), {1: "no"}, None)) == "nothing could be measured"
 
 

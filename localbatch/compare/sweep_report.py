@@ -80,6 +80,8 @@ def knee_line(curve: Curve) -> str:
     """Return where the gain flattens, in words."""
     if not curve.points:
         return "nothing could be measured"
+    if len(curve.points) == 1:
+        return f"only {curve.points[0].batch} rows at one time were measured: that shows no knee"
     if curve.knee is None:
         largest = curve.points[-1].batch
         return f"the gain has not flattened at {largest} rows; larger batches may be faster still"
