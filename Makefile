@@ -12,7 +12,7 @@ export CFLAGS := $(CFLAGS) -fno-dse -fno-tree-dse
 export CXXFLAGS := $(CXXFLAGS) -fno-dse -fno-tree-dse
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check lint type bench soak docs clean
+.PHONY: demo test check lint type bench notebook soak docs clean
 
 demo: $(VENV)/.installed model
 	$(BIN)/localbatch run $(MODEL) examples/prompts.jsonl -o answers.jsonl --max-tokens 64 --fresh
@@ -31,6 +31,10 @@ lint: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test model
 	$(BIN)/python bench/compare.py --rounds 3
+
+# Runs bench/comparison.ipynb from top to bottom, in place; its figures are this machine's.
+notebook: $(VENV)/.installed-test model
+	$(BIN)/python bench/run_notebook.py
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.soak

@@ -7,6 +7,7 @@ expectations are worked out by hand from that.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from localbatch.cli import main
 from localbatch.compare import comparison
 from localbatch.compare.bench import Bench
-from localbatch.compare.comparison import CompareConfig, compare, tasks_of
+from localbatch.compare.comparison import CompareConfig, compare, mode_report, tasks_of
 from localbatch.compare.figures import (
     Agreement,
     Difference,
@@ -36,14 +37,19 @@ from localbatch.compare.figures import (
 from localbatch.compare.gpu import GpuReading, parse_gpus
 from localbatch.compare.margins import Fork, MarginTask, margins
 from localbatch.compare.modes import MODES
-from localbatch.compare.process import resident_bytes, run_task
-from localbatch.compare.report import spread, table, text_of
+from localbatch.compare.notebook import modes_table, sweep_table
+from localbatch.compare.probe import Cost, Costs, ProbeTask, probe
+from localbatch.compare.process import resident_bytes, run_probe, run_task
+from localbatch.compare.reasons import reasons
+from localbatch.compare.report import ModeReport, spread, table, text_of
 from localbatch.compare.rounds import Series, run_rounds, turned
 from localbatch.compare.rows import made_up
+from localbatch.compare.sweep import SweepConfig, sweep
+from localbatch.compare.sweep_report import sweep_text
 from localbatch.compare.task import MadeUpRows, Outcome, Task, comparable, joined
-from localbatch.compare.trace import Span, Step, Trace, TracedBackend, spans
-from localbatch.compare.worker import measure
-from localbatch.data.config import EngineConfig
+from localbatch.compare.trace import Span, Step, Trace, TracedBackend, spans, step_of
+from localbatch.compare.worker import measure, numbered
+from localbatch.data.config import EngineConfig, KVLayout
 from localbatch.data.errors import ConfigError, EngineError, WorkerError
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
@@ -215,10 +221,32 @@ class TestModes:
         assert list(outcome.tokens) == [0]
         assert "61 tokens, more than the context of 32" in outcome.errors[1]
 
-    def test_a_batch_beyond_a_context_is_refused(self) -> None:
-        """llama.cpp has 256 sequences in a context; static batches have one context."""
-        with pytest.raises(ConfigError, match="at most 256 rows"):
-            measured("static", rows_of(*[(3, 1)] * 300), batch=300)
+    @pytest.mark.parametrize(
+        ("mode", "layout"),
+        [("static", KVLayout.STREAMS), ("interleaved", KVLayout.STREAMS),
+         ("continuous", KVLayout.UNIFIED)],
+    )  # fmt: skip
+    def test_a_batch_beyond_a_context_is_refused(self, mode: str, layout: KVLayout) -> None:
+        """llama.cpp has 256 sequences in a context; these batches have one context."""
+        with pytest.raises(ConfigError, match=r"batch: 300 rows .* at most 256 rows; only contin"):
+            measured(mode, rows_of(*[(3, 1)] * 300), batch=300, kv_layout=layout)
+
+    def test_continuous_batches_go_on_in_several_contexts(self) -> None:
+        """252 rows at one time are one lane (four slots are for prefixes), 300 two of 150.
+
+        One pool has no such slots, and takes 256.
+        """
+        many = [measured("continuous", rows_of(*[(3, 2)] * n), batch=n) for n in (252, 300)]
+        pool = measured("continuous", rows_of(*[(3, 2)] * 256), 256, kv_layout=KVLayout.UNIFIED)
+
+        assert [(outcome.lanes, outcome.width) for outcome in many] == [(1, 252), (2, 300)]
+        assert (pool.lanes, pool.width) == (1, 256)
+
+    def test_lanes_are_numbered_from_0(self) -> None:
+        """Those that only measured for the plan are not counted."""
+        steps = [Step(lane, 0.0, 1.0, (0,), (0,), 1, 0) for lane in (4, 2, 4)]
+
+        assert [step.lane for step in numbered(steps)] == [1, 0, 1]
 
     def test_contexts_by_hand_are_not_padded(self) -> None:
         """They are what llama.cpp does by itself; only the engine's own modes pad."""
@@ -271,6 +299,17 @@ class TestFigures:
 
         assert (found.calls, found.rows_per_call) == (2, 1.5)
         assert (found.occupancy, found.idle_rows) == (3 / 8, 5)
+
+    def test_prompts_beside_answers_take_their_places(self) -> None:
+        """In one pool a call with 2 decoding rows and a prompt has 3 of 4 places taken.
+
+        Of the 50 prompt tokens asked for, 9 + 20 were computed: the others were shared.
+        """
+        steps = [Step(0, 0, 1, (0,), (0,), 0, 20), Step(0, 1, 2, (2, 0, 1), (2, 0, 1), 2, 9)]
+        found = figures(replace(self.OUTCOME, steps=steps))
+
+        assert (found.occupancy, found.idle_rows) == (3 / 4, 1)
+        assert (found.prompt_tokens, found.computed_prompt_tokens) == (50, 29)
 
     def test_rows_of_one_token_have_no_gaps(self) -> None:
         """Nothing to wait for is 0, and a batch that never decoded is full."""
@@ -335,6 +374,24 @@ class TestTrace:
             Span(0, 0, 0, 0.0, 1.0, True), Span(0, 0, 0, 1.0, 3.0, False),
             Span(1, 0, 1, 1.0, 2.0, False), Span(0, 0, 0, 9.0, 10.0, False),
             Span(1, 0, 0, 9.0, 10.0, False),
+        ]  # fmt: skip
+
+    def test_prompts_of_a_step_are_timed_one_by_one(self) -> None:
+        """Four prompts from 0 to 8 seconds; the backend computes the first alone, up to 3.
+
+        Then the second, which gives no logits yet, and the third, up to 6; then the fourth.
+        """
+        rows = [
+            PlanRow(TokenSequence(row, [1, 2]), i, 0, 2, i != 1, True)
+            for i, row in enumerate(rows_of(*[(2, 1)] * 4))
+        ]
+        marks = [(rows[0], 3.0), (rows[2], 6.0), (rows[3], 7.9)]
+
+        step = step_of(StepPlan(rows, [], []), 0, 0.0, 8.0, marks)
+
+        assert step.row_times == ((0.0, 3.0), (3.0, 6.0), (3.0, 6.0), (6.0, 8.0))
+        assert [(s.row, s.start_s, s.end_s) for s in spans([step], 0.5)] == [
+            (0, 0.0, 3.0), (1, 3.0, 6.0), (2, 3.0, 6.0), (3, 6.0, 8.0),
         ]  # fmt: skip
 
     def test_a_row_that_begins_anew_is_timed_anew(self) -> None:
@@ -494,6 +551,40 @@ class TestComparison:
         ]
         assert "static: row 3 differs from token 2 on, margin 0.1250" in text_of(report)
 
+    def test_margins_are_those_of_the_round_that_differs(self) -> None:
+        """What is before the fork comes from the reference of the round with least agreement.
+
+        In round 2 both differ from round 1's, and from each other at their second token.
+        """
+        asked: list[MarginTask] = []
+        answers = {"sequential": iter([(5, 6), (7, 8)]), "static": iter([(5, 6), (7, 9)])}
+
+        def run(task: Task) -> Outcome:
+            outcome = measured(task.mode, ROWS)
+            outcome.tokens[2] = next(answers[task.mode])
+            return outcome
+
+        def look(task: MarginTask) -> list[float]:
+            asked.append(task)
+            return [0.5]
+
+        compare(CompareConfig(FAKE, ROWS, modes=("static",), rounds=2), run=run, look=look)
+
+        assert asked[0].forks == (Fork(ROWS[2], (7,), 8, 9),)
+
+    def test_equal_rows_are_told_of(self) -> None:
+        """Two of three ask what the first does: the automatic plan computes it once."""
+        equal = tuple(Request(i, i, prompt="same") for i in range(3))
+
+        def run(task: Task) -> Outcome:
+            return measured(task.mode, equal)
+
+        def notes(mode: str) -> str:
+            return str(compare(CompareConfig(FAKE, equal, modes=(mode,), rounds=1), run=run).notes)
+
+        assert "2 rows ask what another one does" in notes("continuous-auto")
+        assert "another one does" not in notes("continuous")
+
     def test_rounds_take_turns(self) -> None:
         """Each round begins with another one."""
         assert [turned(["a", "b", "c"], n) for n in range(4)] == [
@@ -519,6 +610,148 @@ class TestComparison:
             "round 1 of 2, a: 1.50 s", "round 1 of 2, b: 2.00 s",
             "round 2 of 2, b: gone", "round 2 of 2, a: 1.00 s",
         ]  # fmt: skip
+
+
+class TestReasons:
+    """Sequential takes 10 s unless said otherwise; steps are worked out by hand."""
+
+    def mode(self, name: str, wall_s: float, *steps: Step, **settings: Any) -> ModeReport:
+        settings = {"cpu_s": 2 * wall_s, "batch_rows": 4, **settings}
+        outcome = Outcome(
+            name, wall_s=wall_s, steps=list(steps), tokens={0: (1, 2)},
+            token_times={0: [0.5, 1.0]}, **settings,
+        )  # fmt: skip
+        return mode_report(name, [outcome], [outcome])
+
+    def test_what_comes_out_as_expected_needs_none(self) -> None:
+        """Neither does what is within a twentieth."""
+        faster = [self.mode("sequential", 10), self.mode("static", 5), self.mode("continuous", 5.2)]
+
+        assert reasons(faster) == []
+
+    def test_prompts(self) -> None:
+        """3 of 4 seconds of computing are prompts alone: 75 %."""
+        static = self.mode(
+            "static", 12, Step(0, 0, 3, (0,), (0,), 0, 9), Step(0, 3, 4, (0,) * 4, (0,) * 4, 4, 0)
+        )
+
+        assert reasons([self.mode("sequential", 10), static]) == [
+            "static took 1.20 times as long as sequential: 75% of its computing went into prompts, "
+            "which are computed many tokens at a time in every mode"
+        ]
+
+    def test_idle_places(self) -> None:
+        """One row in four places."""
+        static = self.mode("static", 12, Step(0, 0, 1, (0,), (0,), 1, 0))
+
+        (line,) = reasons([self.mode("sequential", 10), static])
+        assert line.endswith("only 25% of its places had a row")
+
+    def test_cores(self) -> None:
+        """Half a core where sequential had two."""
+        static = self.mode("static", 12, cpu_s=6)
+
+        (line,) = reasons([self.mode("sequential", 10), static])
+        assert "it had 0.50 cores and sequential 2.00" in line
+
+    def test_steps(self) -> None:
+        """Otherwise it is what a computation costs: 4 rows in 900 ms, 1 in 200."""
+        slow = self.mode("static", 12, Step(0, 0, 0.9, (0,) * 4, (0,) * 4, 4, 0))
+        one = self.mode("sequential", 10, Step(0, 0, 0.2, (0,), (0,), 1, 0))
+
+        (line,) = reasons([one, slow])
+        assert line.endswith(
+            "static needs 900.0 ms for 4.0 rows, sequential needs 200.0 ms for 1.0 rows"
+        )
+
+    def test_steps_side_by_side(self) -> None:
+        """Two processes compute at the same time, each one row in 300 ms."""
+        slow = self.mode("static", 12, Step(0, 0, 0.9, (0,) * 4, (0,) * 4, 4, 0))
+        two = self.mode("multi-instance", 10, Step(0, 0, 0.3, (0,), (0,), 1, 0), lanes=2)
+
+        (line,) = reasons([two, slow])
+        assert line.endswith(
+            "multi-instance needs 300.0 ms for 1.0 rows in each of 2 that run side by side"
+        )
+
+    def test_chance(self) -> None:
+        """Ranges 9 to 12 and 10 to 11: the medians tell nothing."""
+        base = [Outcome("sequential", wall_s=wall) for wall in (9, 9.5, 12)]
+        other = [Outcome("static", wall_s=wall) for wall in (10, 10.5, 11)]
+
+        lines = reasons([mode_report("sequential", base, base), mode_report("static", other, base)])
+        assert "their ranges overlap" in lines[0]
+
+
+class TestProbe:
+    def test_times(self) -> None:
+        """A computation takes a second: so does a decode step of any number of rows.
+
+        A prompt of 300 tokens is three pieces of 128 at most, so 3 seconds.
+        """
+        clock = Clock()
+        task = ProbeTask(FAKE, rows=(1, 4), cells=5, prompts=(8, 300), repeats=2)
+
+        found = probe(Scripted(clock), task, clock)
+
+        assert found == Costs((Cost(1, 1.0), Cost(4, 1.0)), (Cost(8, 1.0), Cost(300, 3.0)))
+        assert found.decode[1].per_token_s == 0.25
+
+    def test_in_a_process_of_its_own(self) -> None:
+        """With the backend that the settings name."""
+        found = run_probe(ProbeTask(FAKE, rows=(2,), prompts=(), repeats=1))
+
+        assert [cost.tokens for cost in found.decode] == [2]
+        assert found.prompt == ()
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"rows": (300,)}, "rows: 300 rows at one time .* at most 256 rows"),
+            ({"rows": (0,)}, "rows: must be at least 1"),
+            ({"repeats": 0}, "repeats: must be at least 1, not 0"),
+        ],
+    )
+    def test_bad_settings(self, settings: dict[str, Any], message: str) -> None:
+        """Each is named, with what is allowed."""
+        with pytest.raises(ConfigError, match=message):
+            ProbeTask(FAKE, **settings)
+
+
+class TestNotebookTables:
+    def test_shown_as_html_and_as_text(self) -> None:
+        """Both have a line for each mode; names are escaped; what failed is named below."""
+
+        def run(task: Task) -> Outcome:
+            if task.mode == "static":
+                raise ConfigError("needs < 1 MiB")
+            return measured(task.mode, ROWS)
+
+        config = CompareConfig(FAKE, ROWS, modes=("static", "continuous"), rounds=1)
+        shown = modes_table(compare(config, run=run), "room")
+
+        assert [line.split()[0] for line in str(shown).splitlines()] == [
+            "mode", "sequential", "continuous", "static:",
+        ]  # fmt: skip
+        html = shown._repr_html_()
+        assert html.count("<tr>") == 3
+        assert "<p>static: not run: needs &lt; 1 MiB</p>" in html
+
+    def test_of_a_sweep(self) -> None:
+        """A line for each size of each curve, and the knees."""
+        config = SweepConfig(FAKE, sizes=(1, 2), rounds=1, schemes=("static",))
+
+        def run(task: Task) -> Outcome:
+            assert isinstance(task.rows, MadeUpRows)
+            return measured(task.mode, rows_of(*[(5, 3)] * task.rows.count), task.batch)
+
+        shown = sweep_table(sweep(config, run=run))
+
+        assert [row[:2] for row in shown.rows] == [
+            ["static, streams", "1"], ["static, streams", "2"],
+            ["static, unified", "1"], ["static, unified", "2"],
+        ]  # fmt: skip
+        assert len(shown.notes) == 2
 
 
 class TestReport:
@@ -597,10 +830,68 @@ class TestProcesses:
         with pytest.raises(WorkerError, match="ended by SIGKILL; memory may be too short"):
             run_task(Task("sequential", config, ROWS))
 
+    def test_a_process_that_can_not_be_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """When the system has no memory for one, the mode fails, and not the comparison."""
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr("subprocess.Popen", refuse)
+        with pytest.raises(WorkerError, match="can't be started: Cannot allocate memory"):
+            run_task(Task("sequential", FAKE, ROWS))
+
     def test_what_a_process_can_not_do_is_raised_here(self) -> None:
         """With its own kind of error."""
         with pytest.raises(ConfigError, match="no row can be run"):
             run_task(Task("sequential", EngineConfig(model="f", backend="fake", ctx=8), ROWS[:1]))
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a stand-in for NVIDIA's tool first; it counts its calls.
+
+    The first says 1,000 MiB (what others have taken), all later ones 1,750, and 60 % use.
+    """
+    folder, calls = tmp_path / "bin", tmp_path / "calls"
+    folder.mkdir()
+    tool = folder / "nvidia-smi"
+    tool.write_text(
+        f"#!/bin/sh\n[ -e {calls} ] && used=1750 || used=1000\necho . >> {calls}\n"
+        'echo "60, $used, NVIDIA Fake 100"\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return calls
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the stand-in is a shell script")
+class TestGpu:
+    def test_what_a_mode_took(self, nvidia_smi: Path) -> None:
+        """Memory beyond what was taken before, and the mean use, also of a run of no time."""
+        outcome = run_task(Task("sequential", FAKE, ROWS))
+
+        assert (outcome.gpu_use, outcome.gpu_peak_bytes) == (0.6, 750 << 20)
+        assert len(nvidia_smi.read_text().splitlines()) >= 3
+
+    def test_columns_of_a_sweep(self, nvidia_smi: Path) -> None:
+        """The table has one, the JSON both figures, and the machine the card's name."""
+        config = SweepConfig(
+            FAKE, sizes=(1,), rounds=1, schemes=("static",), layouts=(KVLayout.STREAMS,),
+            check=False,
+        )  # fmt: skip
+        report = sweep(config)
+
+        assert "GPU" in sweep_text(report)
+        assert "60%, 750 MiB" in sweep_text(report)
+        point = report.as_dict()["curves"][0]["points"][0]
+        assert (point["gpu_use"], point["gpu_peak_mib"]) == (0.6, 750.0)
+        assert report.machine["gpus"] == ["NVIDIA Fake 100"]
+
+    def test_column_of_a_comparison(self, nvidia_smi: Path) -> None:
+        """It is there only if there is a GPU."""
+        config = CompareConfig(FAKE, ROWS, modes=("sequential",), rounds=1)
+        assert "GPU" in text_of(compare(config))
+        assert "GPU" not in text_of(compare(config, run=lambda task: measured(task.mode, ROWS)))
 
 
 class TestCommand:

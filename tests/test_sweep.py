@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localbatch.cli import main
+from localbatch.compare.figures import Agreement, Difference
 from localbatch.compare.sweep import (
     Curve,
     SweepConfig,
     curve_of,
     knee,
-    knee_line,
     sweep,
-    sweep_text,
     tasks_of,
 )
+from localbatch.compare.sweep_report import knee_line, sweep_text
 from localbatch.compare.task import MadeUpRows, Outcome, Task
 from localbatch.data.config import EngineConfig, KVLayout
 from localbatch.data.errors import ConfigError, EngineError
@@ -97,6 +98,7 @@ class TestKnee:
         assert knee_line(points).startswith("the knee is at 1 rows")
         rising = curve_of("s", "l", {1: [outcome(1, 1)], 2: [outcome(2, 1)]}, {})
         assert "not flattened at 2 rows" in knee_line(rising)
+        assert "shows no knee" in knee_line(curve_of("s", "l", {1: [outcome(1, 1)]}, {}))
         assert knee_line(Curve("s", "l", (), {1: "no"}, None)) == "nothing could be measured"
 
 
@@ -126,6 +128,65 @@ class TestSweep:
         assert [point.batch for point in report.curves[0].points] == [1, 4]
         assert report.curves[0].failed == {2: "too large"}
         assert "batch 2: not run: too large" in sweep_text(report)
+
+    def test_answers_are_compared_with_those_of_one_at_a_time(self) -> None:
+        """Of 4 rows in a batch of 4 row 3 differs; smaller batches don't have it.
+
+        Only the rows of a size count, in the round with the fewest alike; the reference runs once.
+        """
+        references: list[Task] = []
+
+        def run(task: Task) -> Outcome:
+            made = outcome(task.rows.count, 1.0)  # type: ignore[union-attr]
+            if task.mode == "sequential":
+                references.append(task)
+            elif task.batch == 4 and task.config.kv_layout is KVLayout.UNIFIED:
+                made.tokens[3] = (1, 2, 9, 4)
+            return made
+
+        report = sweep(SweepConfig(FAKE, sizes=(1, 2, 4), rounds=2, schemes=("static",)), run=run)
+
+        streams, unified = ([p.agreement for p in curve.points] for curve in report.curves)
+        assert streams == [Agreement(1, 1), Agreement(2, 2), Agreement(4, 4)]
+        assert unified == [Agreement(1, 1), Agreement(2, 2),
+                           Agreement(3, 4, (Difference(3, 2, 3, 9),))]  # fmt: skip
+        (task,) = references
+        assert (task.batch, task.rows, task.config.kv_layout) == (
+            1, MadeUpRows(4, 64, 32), KVLayout.STREAMS,
+        )  # fmt: skip
+        assert "3 of 4" in sweep_text(report)
+        told = report.as_dict()["curves"][1]["points"][2]["agreement"]
+        assert (told["identical"], told["rows"], told["share"]) == (3, 4, 0.75)
+
+    def test_unchecked(self) -> None:
+        """Without the check nothing is run for it and no column shows it; a failed one is told."""
+
+        def run(task: Task) -> Outcome:
+            if task.mode == "sequential":
+                raise EngineError("broken")
+            return outcome(1, 1.0)
+
+        config = SweepConfig(FAKE, sizes=(1,), rounds=1, schemes=("static",))
+        told = sweep_text(sweep(config, run=run))
+        assert "note: answers were not checked: broken" in told
+        silent = sweep_text(sweep(replace(config, check=False), run=run))
+        assert "same answers" not in silent
+        assert "note" not in silent
+
+    def test_one_context_takes_256_rows(self) -> None:
+        """Static batches and one pool end there, without a try; streams go on."""
+        tried: list[str] = []
+
+        def run(task: Task) -> Outcome:
+            tried.append(f"{task.mode} {task.config.kv_layout.value}")
+            return outcome(2, 1.0)
+
+        report = sweep(SweepConfig(FAKE, sizes=(512,), rounds=1, check=False), run=run)
+
+        assert tried == ["continuous streams"]
+        reason = "512 rows at one time would need one llama.cpp context, which takes at most 256"
+        for curve in report.curves[0], report.curves[1], report.curves[3]:
+            assert curve.failed[512].startswith(reason)
 
     def test_nothing_measured(self) -> None:
         """When all fails, the first reason is the error."""

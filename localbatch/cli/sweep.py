@@ -56,6 +56,10 @@ def layouts(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[K
     type=click.Choice(["both", *(layout.value for layout in KVLayout)]),
     help="KV cells of its own for each row, one pool for all, or both in turn.",
 )  # fmt: skip
+@click.option(
+    "--check/--no-check", default=True, show_default=True,
+    help="Also run the rows one at a time, once, and compare the answers.",
+)  # fmt: skip
 @machine_options
 @debug_option
 def sweep(model: str, **options: Any) -> None:
@@ -70,6 +74,8 @@ def sweep(model: str, **options: Any) -> None:
       localbatch sweep smollm2-135m
       localbatch sweep model.gguf --sizes 1,2,4,8 --kv-layout streams --schemes continuous
     """  # noqa: D205
+    from localbatch.compare.sweep_report import sweep_text
+
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
     kv_layouts, save = options.pop("kv_layouts"), saver(options)
     config = sweeping.SweepConfig(
@@ -78,5 +84,5 @@ def sweep(model: str, **options: Any) -> None:
     )  # fmt: skip
     with terminate_as_interrupt():
         report = sweeping.sweep(config, tell=teller(quiet))
-    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else sweeping.sweep_text(report))
+    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else sweep_text(report))
     save(report)

@@ -60,7 +60,7 @@ class Bench:
         Batches are not padded: this is what llama.cpp does by itself.
         """
         if slots > MAX_SLOTS:
-            raise ConfigError(f"batch: llama.cpp takes at most {MAX_SLOTS} rows in a context")
+            raise ConfigError(f"batch: {too_many(slots)}")
         card, longest = self.backend.card, self.config.ctx or self.backend.card.max_ctx
         cells = max(len(self.prompts[r.index]) + r.params.max_tokens for r in self.requests)
         config = replace(self.config, parallel=slots, lanes=None)
@@ -83,6 +83,14 @@ class Bench:
         self.backend.clear()
         for sequence in sequences:
             self.answers[sequence.request.index] = tuple(sequence.generated)
+
+
+def too_many(rows: int) -> str:
+    """Say that one context does not take so many rows."""
+    return (
+        f"{rows} rows at one time would need one llama.cpp context, which takes at most "
+        f"{MAX_SLOTS} rows; only continuous batches in streams go on in several"
+    )
 
 
 Forward: TypeAlias = Callable[[StepPlan], list[int | None]]

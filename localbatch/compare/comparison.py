@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from localbatch.compare.figures import Agreement, Difference, agreement, figures
+from localbatch.compare.figures import Agreement, agreement, figures
 from localbatch.compare.machine import machine
 from localbatch.compare.margins import Fork, MarginTask
 from localbatch.compare.modes import MODES, Sequential
 from localbatch.compare.process import run_margins, run_task
+from localbatch.compare.reasons import reasons
 from localbatch.compare.report import Comparison, ModeReport, Spread, spread
 from localbatch.compare.rounds import Run, Series, Tell, run_rounds
 from localbatch.compare.task import Outcome, Task, comparable
@@ -29,6 +30,11 @@ _MODEL_SIZES = 2
 """How much a process with a model takes, in sizes of its file, or about so: weights that are laid
 out anew are there twice."""
 _MOST_MARGINS = 20
+
+PADDED = (
+    "on this processor continuous batches are padded, so that a row has the same bits in any of "
+    "them; all others are not, and answers may differ"
+)
 
 Margins: TypeAlias = Callable[[MarginTask], list[float]]
 
@@ -80,11 +86,12 @@ def compare(
     modes = []
     for name in (name for name in tasks if name in series.runs):
         report = mode_report(name, series.runs[name], reference)
-        modes.append(with_margins(report, config, look))
+        base = least_agreement(series.runs[name], reference)[1]
+        modes.append(with_margins(report, base, config, look))
     return Comparison(
         model=config.name or config.engine.model, machine=machine(), rows=len(config.requests),
         rounds=config.rounds, modes=tuple(modes), failed=series.failed,
-        notes=tuple(notes_on(series, config)),
+        notes=(*notes_on(series, config), *reasons(modes)),
     )  # fmt: skip
 
 
@@ -123,41 +130,45 @@ def mode_report(name: str, runs: Sequence[Outcome], reference: Sequence[Outcome]
     walls, reference_walls = [r.wall_s for r in runs], [r.wall_s for r in reference]
     ratios = [slow / fast for slow, fast in zip(reference_walls, walls, strict=True)]
     of_medians = spread(reference_walls).median / spread(walls).median
-    found = [agreement(a.tokens, b.tokens) for a, b in zip(reference, runs, strict=True)]
+    found = least_agreement(runs, reference)[0]
     by_time = sorted(runs, key=lambda r: r.wall_s)
     return ModeReport(
         mode=name, about=MODES[name].about, rounds=tuple(map(figures, runs)),
         sample=by_time[(len(runs) - 1) // 2],
         speedup=Spread(of_medians, min(ratios), max(ratios)),
         efficiency=of_medians / min(runs[0].width, max(1, len(runs[0].tokens))),
-        agreement=min(found, key=lambda one: one.identical),
+        agreement=found,
     )  # fmt: skip
 
 
-def with_margins(report: ModeReport, config: CompareConfig, look: Margins) -> ModeReport:
-    """Look at how close the first differing tokens were, for some rows."""
+def least_agreement(
+    runs: Sequence[Outcome], reference: Sequence[Outcome]
+) -> tuple[Agreement, Outcome]:
+    """Return the agreement of the round that has least of it, and the reference's run there."""
+    pairs = zip(reference, runs, strict=True)
+    found = [(agreement(base.tokens, run.tokens), base) for base, run in pairs]
+    return min(found, key=lambda one: one[0].identical)
+
+
+def with_margins(
+    report: ModeReport, base: Outcome, config: CompareConfig, look: Margins
+) -> ModeReport:
+    """Look at how close the first tokens were that differ from a run, for some rows."""
     found = report.agreement
-    answered = [d for d in found.differences if d.row in report.sample.tokens][:_MOST_MARGINS]
-    if not answered:
+    looked_at = found.differences[:_MOST_MARGINS]
+    if not looked_at:
         return report
     requests = {request.index: request for request in config.requests}
+    forks = tuple(
+        Fork(requests[d.row], base.tokens[d.row][: d.position], d.token, d.other) for d in looked_at
+    )
     try:
-        values = look(
-            MarginTask(
-                config.engine,
-                tuple(_fork(d, requests[d.row], report.sample) for d in answered),
-            )
-        )
+        values = look(MarginTask(config.engine, forks))
     except LocalbatchError:  # the comparison is worth having without
         return report
-    known = {d.row: value for d, value in zip(answered, values, strict=True)}
+    known = {d.row: value for d, value in zip(looked_at, values, strict=True)}
     differences = tuple(replace(d, margin=known.get(d.row)) for d in found.differences)
     return replace(report, agreement=Agreement(found.identical, found.rows, differences))
-
-
-def _fork(difference: Difference, request: Request, sample: Outcome) -> Fork:
-    before = sample.tokens[difference.row][: difference.position]
-    return Fork(request, before, difference.token, difference.other)
 
 
 def notes_on(series: Series, config: CompareConfig) -> list[str]:
@@ -167,16 +178,20 @@ def notes_on(series: Series, config: CompareConfig) -> list[str]:
     if Numerics.VARIES in found:
         notes.append("with these settings a row's last bits depend on the rows beside it")
     if Numerics.SAME_IN_ANY_BATCH in found:
-        notes.append(
-            "on this processor batches of the continuous modes are padded, so that a row has the "
-            "same bits in any of them; those of the other modes are not, and answers may differ"
-        )
+        notes.append(PADDED)
     if config.engine.kv_layout is KVLayout.UNIFIED:
         notes.append("one pool of KV cells for all rows (unified)")
     multi = series.runs.get("multi-instance")
     if multi and multi[0].processes == 1:
         notes.append("multi-instance ran one process only: cores, rows or memory allow no more")
+    equal = len(config.requests) - len({_asked(request) for request in config.requests})
+    if equal and "continuous-auto" in series.runs and config.engine.share_prefixes:
+        notes.append(f"{equal} rows ask what another one does; continuous-auto computes them once")
     failed = max((len(run.errors) for run in series.runs[REFERENCE]), default=0)
     if failed:
         notes.append(f"{failed} rows can't be run and are left out")
     return notes
+
+
+def _asked(request: Request) -> str:
+    return repr(replace(comparable(request), id=0, index=0, line=None))

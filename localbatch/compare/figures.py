@@ -25,6 +25,8 @@ class Figures:
     """Rows that were answered."""
     failed: int
     prompt_tokens: int
+    computed_prompt_tokens: int
+    """Less than `prompt_tokens` by what rows shared."""
     output_tokens: int
     requests_per_s: float
     prompt_tokens_per_s: float
@@ -69,7 +71,9 @@ def figures(outcome: Outcome) -> Figures:
     return Figures(
         wall_s=wall, load_s=outcome.load_s, setup_s=outcome.setup_s,
         rows=len(outcome.tokens), failed=len(outcome.errors),
-        prompt_tokens=prompt, output_tokens=output,
+        prompt_tokens=prompt,
+        computed_prompt_tokens=sum(step.prompt_tokens for step in outcome.steps),
+        output_tokens=output,
         requests_per_s=per_second(len(outcome.tokens), wall),
         prompt_tokens_per_s=per_second(prompt, wall),
         output_tokens_per_s=per_second(output, wall),
@@ -97,8 +101,11 @@ def gaps(times: Iterable[Sequence[float]]) -> list[float]:
 
 
 def decode_calls(steps: Iterable[Step]) -> list[int]:
-    """Return how many rows each computation gave a token that already had one."""
-    return [step.num_decoded for step in steps if step.num_decoded]
+    """Return how many rows were in each computation that gave running rows their next token.
+
+    In one pool of cells other rows' prompts may be computed beside them; their places aren't idle.
+    """
+    return [len(step.rows) for step in steps if step.num_decoded]
 
 
 def per_second(amount: float, seconds: float) -> float:

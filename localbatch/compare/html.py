@@ -9,16 +9,16 @@ from typing import Any
 
 from localbatch.compare.figures import gaps
 from localbatch.compare.report import (
-    ROOM,
-    SPEED,
-    TIMES,
     Column,
     Comparison,
     ModeReport,
+    difference_lines,
+    groups,
     rounds_text,
 )
 from localbatch.compare.svg import Bar, Line, bars, lines, ranges, timeline
-from localbatch.compare.sweep import Sweep, knee_line, point_cells, point_head
+from localbatch.compare.sweep import Sweep
+from localbatch.compare.sweep_report import columns_of, knee_line
 from localbatch.compare.trace import spans
 
 _BREAKS = 400
@@ -34,16 +34,19 @@ body { margin: 2rem auto; max-width: 1000px; padding: 0 1rem; background: var(--
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
 p, figcaption { color: var(--soft); } figure { margin: 1rem 0; overflow-x: auto; }
-svg { width: 100%; min-width: 560px; height: auto; }
+svg { width: 100%; min-width: 640px; height: auto; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; margin: 1.2rem 0; }
 th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid var(--grid); } th:first-child, td:first-child { text-align: left; }
+  border-bottom: 1px solid var(--grid); } th:first-child, td:first-child { text-align: left;
+  position: sticky; left: 0; background: var(--page); }
 .series-0 { fill: var(--s0); } .series-1 { fill: var(--s1); } .series-2 { fill: var(--s2); }
 .series-3 { fill: var(--s3); } .line { fill: none; stroke-width: 2; }
 .stroke-0 { stroke: var(--s0); } .stroke-1 { stroke: var(--s1); } .stroke-2 { stroke: var(--s2); }
 .stroke-3 { stroke: var(--s3); } .grid { stroke: var(--grid); fill: none; }
+@media (max-width: 640px) { .bars, .ranges, .timeline { min-width: 0; }
+  .bars text, .ranges text, .timeline text { font-size: 17px; } }
 .axis { stroke: var(--ink); fill: none; } .mark { stroke: var(--ink); stroke-width: 2.5; }
 .prefill { fill: var(--s1); } .decode-0 { fill: var(--s0); } .decode-1 { fill: var(--d1); }
 .idle { fill: var(--idle); } .key { display: inline-block; width: .8em; height: .8em;
@@ -53,7 +56,8 @@ th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap;
 """
 
 _KEY = (
-    "<figcaption>From left to right: time. Each line is a place in the batch."
+    "<figcaption>From left to right: time. Each line is a place in the batch; prompts may be "
+    "computed one after another while the other rows wait."
     '<span class="key k1"></span>prompt<span class="key k0"></span>answer (two shades: one row '
     'after another)<span class="key k2"></span>idle</figcaption>'
 )
@@ -102,13 +106,16 @@ def sweep_page(report: Sweep) -> str:
         *_chapter("Efficiency", "Speed-up over one row at a time, for each row of the batch.",
                   lines(gains, "speed-up / rows")),
     ]  # fmt: skip
+    columns = columns_of(report)
+    head = [column.title for column in columns]
     for curve in report.curves:
         parts += [
             f"<h2>{escape(curve.scheme)}, {escape(curve.layout)}</h2>",
             f"<p>{escape(knee_line(curve))}</p>",
-            _table(point_head(), [point_cells(point) for point in curve.points]),
+            html_table(head, [[column.show(p) for column in columns] for p in curve.points]),
             *(f"<p>{size} rows: not run: {escape(why)}</p>" for size, why in curve.failed.items()),
         ]
+    parts += [f"<p>{escape(note)}</p>" for note in report.notes]
     facts = (
         f"{report.prompt_tokens} prompt + {report.max_tokens} output tokens a row, "
         f"{rounds_text(report.rounds)}"
@@ -140,15 +147,16 @@ def _chapter(title: str, about: str, chart: str) -> list[str]:
 
 
 def _tables(modes: Sequence[ModeReport]) -> list[str]:
-    return [_mode_table(modes, columns) for columns in (SPEED, TIMES, ROOM)]
+    return [_mode_table(modes, columns) for columns in groups(modes).values()]
 
 
 def _mode_table(modes: Sequence[ModeReport], columns: Sequence[Column]) -> str:
     head = ["mode", *(column.title for column in columns)]
-    return _table(head, [[mode.mode, *(c.show(mode) for c in columns)] for mode in modes])
+    return html_table(head, [[mode.mode, *(c.show(mode) for c in columns)] for mode in modes])
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that scrolls by itself where it is too wide."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
@@ -183,4 +191,6 @@ def _timeline(mode: ModeReport) -> list[str]:
 
 def _left_out(report: Comparison) -> list[str]:
     failed = [f"{name}: not run: {reason}" for name, reason in report.failed.items()]
-    return [f"<p>{escape(line)}</p>" for line in [*failed, *report.notes]]
+    return [
+        f"<p>{escape(line)}</p>" for line in [*failed, *difference_lines(report), *report.notes]
+    ]

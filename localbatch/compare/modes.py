@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from localbatch.compare.bench import Bench
-from localbatch.data.config import MAX_SLOTS, EngineConfig, Order
+from localbatch.compare.bench import Bench, too_many
+from localbatch.data.config import MAX_SLOTS, EngineConfig, KVLayout, Order
+from localbatch.data.errors import ConfigError
 from localbatch.data.request import Completion
 from localbatch.engine.backend import Backend, Numerics
 from localbatch.engine.engine import Engine
@@ -239,11 +240,15 @@ class Continuous(ContinuousAuto):
 
     def settings(self) -> EngineConfig:
         """Return as many rows as a static batch has, in one lane if it holds them."""
-        lanes = -(-self.bench.batch // (MAX_SLOTS - PREFIX_SLOTS))
+        batch = min(self.bench.batch, len(self.bench.requests))
+        lanes = -(-batch // (MAX_SLOTS - PREFIX_SLOTS))
+        if self.bench.config.kv_layout is KVLayout.UNIFIED:
+            lanes = 1
+            if batch > MAX_SLOTS:
+                raise ConfigError(f"batch: {too_many(batch)}")
         return replace(
-            self.bench.config, lanes=lanes, parallel=self.bench.batch, order=Order.INPUT,
-            share_prefixes=False,
-        )  # fmt: skip
+            self.bench.config, lanes=lanes, parallel=batch, order=Order.INPUT, share_prefixes=False
+        )
 
 
 MODES: dict[str, type[Mode]] = {

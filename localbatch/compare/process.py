@@ -19,6 +19,7 @@ import psutil
 
 from localbatch.compare.gpu import GpuReading, read_gpus
 from localbatch.compare.margins import MarginTask
+from localbatch.compare.probe import Costs, ProbeTask
 from localbatch.compare.task import Outcome, Task, joined
 from localbatch.compare.worker import Failed
 from localbatch.data.errors import WorkerError
@@ -35,16 +36,18 @@ def run_task(task: Task) -> Outcome:
     Raises `LocalbatchError`, in words, if one of them can't, or dies.
     """
     tasks = [replace(task, instance=number) for number in range(task.instances)]
+    gpu_before = read_gpus()
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(_Worker(each)) for each in tasks]
-        watch = stack.enter_context(Watch([worker.pid for worker in workers]))
+        watch = stack.enter_context(Watch([worker.pid for worker in workers], gpu_before))
         for worker in workers:
             worker.receive()
-        watch.forget_gpu()
+        watch.start_run()
         zero_s = time.perf_counter()
         for worker in workers:
             worker.send(zero_s)
         outcome = joined([worker.receive() for worker in workers])
+        watch.end_run()
     outcome.peak_bytes = watch.peak_bytes
     outcome.gpu_use, outcome.gpu_peak_bytes = watch.gpu_use, watch.gpu_peak_bytes
     return outcome
@@ -57,17 +60,28 @@ def run_margins(task: MarginTask) -> list[float]:
         return found
 
 
+def run_probe(task: ProbeTask) -> Costs:
+    """Return what single computations cost, measured in a fresh process."""
+    with _Worker(task) as worker:
+        found: Costs = worker.receive()
+        return found
+
+
 class _Worker:
     """A process with a task; it is ended with the block."""
 
-    def __init__(self, task: Task | MarginTask) -> None:
+    def __init__(self, task: Task | MarginTask | ProbeTask) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
-        # `-c` with the parent's own path: `-m` would put the current folder first.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _CODE.format(path=sys.path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-            env=worker_environment(),
-        )  # fmt: skip
+        try:
+            # `-c` with the parent's own path: `-m` would put the current folder first.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE.format(path=sys.path)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+                env=worker_environment(),
+            )  # fmt: skip
+        except OSError as error:  # memory or process numbers are used up
+            self._errors.close()
+            raise WorkerError(f"a measuring process can't be started: {error.strerror}") from None
         self.pid = self._process.pid
         try:
             self.send(task)
@@ -130,18 +144,25 @@ class _Worker:
 
 
 class Watch:
-    """Samples the memory of processes, and of the GPUs, while it is entered."""
+    """Samples the memory of processes, and of the GPUs, while it is entered.
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    `gpu_before` is what the GPUs said before the processes began; `None`: there is none.
+    """
+
+    def __init__(self, pids: Sequence[int], gpu_before: GpuReading | None) -> None:
         self.peak_bytes = 0
         self._processes = [psutil.Process(pid) for pid in pids]
-        self._gpu_before = read_gpus()
-        self._gpu: list[GpuReading] = []
+        self._gpu_before = gpu_before
+        self._gpu_bytes = 0
+        self._gpu_uses: list[float] = []
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._threads = [threading.Thread(target=self._watch_memory, daemon=True)]
+        if gpu_before is not None:
+            self._threads.append(threading.Thread(target=self._watch_gpus, daemon=True))
 
     def __enter__(self) -> Watch:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
@@ -151,33 +172,46 @@ class Watch:
         trace: TracebackType | None,
     ) -> None:
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    def forget_gpu(self) -> None:
-        """Forget what the GPUs did so far."""
-        self._gpu.clear()
+    def start_run(self) -> None:
+        """Note the GPUs' memory now, and forget how busy they were so far."""
+        if self._gpu_before is not None:
+            self._read_gpus()
+            self._gpu_uses.clear()
+
+    def end_run(self) -> None:
+        """Note how busy the GPUs were last, if the run was too short for a reading."""
+        if self._gpu_before is not None and not self._gpu_uses:
+            self._read_gpus()
 
     @property
     def gpu_use(self) -> float | None:
         """Mean share of the time in which the GPUs computed; `None` without one."""
-        readings = self._gpu
-        return sum(r.use for r in readings) / len(readings) if readings else None
+        uses = self._gpu_uses
+        return sum(uses) / len(uses) if uses else None
 
     @property
     def gpu_peak_bytes(self) -> int | None:
-        """Most memory taken on the GPUs since the start, in bytes; `None` without one."""
-        if not self._gpu or self._gpu_before is None:
+        """Most memory taken on the GPUs beyond what was taken before, in bytes."""
+        if self._gpu_before is None:
             return None
-        return max(r.used_bytes for r in self._gpu) - self._gpu_before.used_bytes
+        return max(0, self._gpu_bytes - self._gpu_before.used_bytes)
 
-    def _run(self) -> None:
-        next_gpu = time.monotonic() + _GPU_EVERY_S
+    def _watch_memory(self) -> None:
         while not self._stop.wait(_MEMORY_EVERY_S):
             self.peak_bytes = max(self.peak_bytes, resident_bytes(self._processes))
-            if self._gpu_before is not None and time.monotonic() >= next_gpu:
-                reading = read_gpus()
-                self._gpu += [reading] if reading else []
-                next_gpu = time.monotonic() + _GPU_EVERY_S
+
+    def _watch_gpus(self) -> None:
+        while not self._stop.wait(_GPU_EVERY_S):
+            self._read_gpus()
+
+    def _read_gpus(self) -> None:
+        reading = read_gpus()
+        if reading is not None:
+            self._gpu_bytes = max(self._gpu_bytes, reading.used_bytes)
+            self._gpu_uses.append(reading.use)
 
 
 def resident_bytes(processes: Sequence[psutil.Process]) -> int:

@@ -135,7 +135,7 @@ def _gpu(mode: ModeReport) -> str:
     return "-" if use is None or memory is None else f"{use.median:.0%}, {memory.median:,.0f} MiB"
 
 
-SPEED: tuple[Column, ...] = (
+_SPEED: tuple[Column, ...] = (
     Column("wall s", _seconds("wall_s")),
     Column("range", _range),
     Column("rows/s", _seconds("requests_per_s")),
@@ -145,14 +145,14 @@ SPEED: tuple[Column, ...] = (
     Column("efficiency", lambda mode: f"{mode.efficiency:.0%}"),
     Column("same answers", lambda mode: f"{mode.agreement.identical} of {mode.agreement.rows}"),
 )
-TIMES: tuple[Column, ...] = (
+_TIMES: tuple[Column, ...] = (
     Column("TTFT s p50 / p95", _pair("ttft_p50_s", "ttft_p95_s")),
     Column("ITL ms p50 / p95", _pair("itl_p50_s", "itl_p95_s", 1000, 1)),
     Column("latency s p50 / p95", _pair("latency_p50_s", "latency_p95_s")),
     Column("load s", _seconds("load_s")),
     Column("set-up s", _seconds("setup_s")),
 )
-ROOM: tuple[Column, ...] = (
+_ROOM: tuple[Column, ...] = (
     Column("processes x lanes", lambda m: f"{m.sample.processes} x {_each(m)}"),
     Column("rows alive", lambda mode: f"{mode.sample.width}"),
     Column("occupancy", lambda mode: f"{mode.median('occupancy'):.0%}"),
@@ -162,6 +162,12 @@ ROOM: tuple[Column, ...] = (
     Column("CPU cores", lambda mode: f"{mode.median('cpu_cores'):.2f}"),
     Column("GPU", _gpu),
 )
+
+
+def groups(modes: Sequence[ModeReport]) -> dict[str, tuple[Column, ...]]:
+    """Return the tables' columns by the tables' names; that of a GPU only if there was one."""
+    has_gpu = any(mode.of("gpu_use") is not None for mode in modes)
+    return {"speed": _SPEED, "times": _TIMES, "room": _ROOM if has_gpu else _ROOM[:-1]}
 
 
 def _each(mode: ModeReport) -> int:
@@ -177,12 +183,13 @@ def text_of(report: Comparison) -> str:
         f"{report.machine.get('cores', '?')} cores: {report.rows:,} rows, {prompt:,.0f} prompt + "
         f"{output:,.0f} output tokens, {rounds_text(report.rounds)}",
     ]
-    has_gpu = any(mode.of("gpu_use") is not None for mode in report.modes)
-    for columns in (SPEED, TIMES, ROOM if has_gpu else ROOM[:-1]):
+    for columns in groups(report.modes).values():
         lines += ["", *mode_table(report.modes, columns)]
     if report.failed:
         lines += ["", *(f"{name}: not run: {reason}" for name, reason in report.failed.items())]
-    return "\n".join([*lines, *_difference_lines(report), *_note_lines(report)])
+    for more in (difference_lines(report), [f"note: {note}" for note in report.notes]):
+        lines += ["", *more] if more else []
+    return "\n".join(lines)
 
 
 def rounds_text(rounds: int) -> str:
@@ -210,7 +217,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 _MOST_DIFFERENCES = 5
 
 
-def _difference_lines(report: Comparison) -> list[str]:
+def difference_lines(report: Comparison) -> list[str]:
+    """Return where answers differ from the reference's, for the first few rows of each mode."""
     lines = []
     for mode in report.modes:
         found = mode.agreement.differences
@@ -222,8 +230,4 @@ def _difference_lines(report: Comparison) -> list[str]:
             )
         if len(found) > _MOST_DIFFERENCES:
             lines.append(f"{mode.mode}: {len(found) - _MOST_DIFFERENCES} more rows differ")
-    return ["", *lines] if lines else []
-
-
-def _note_lines(report: Comparison) -> list[str]:
-    return ["", *(f"note: {note}" for note in report.notes)] if report.notes else []
+    return lines

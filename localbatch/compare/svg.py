@@ -12,7 +12,7 @@ import numpy as np
 from localbatch.compare.trace import Span
 
 WIDTH = 760
-_LEFT, _RIGHT, _BAR, _LINE_HEIGHT = 150, 70, 26, 260
+_LEFT, _RIGHT, _BAR, _LINE_HEIGHT = 170, 70, 26, 260
 _MOST_TIMELINE, _LEAST_SLOT, _MOST_SLOT = 240, 3, 14
 
 

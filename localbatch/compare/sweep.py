@@ -8,21 +8,24 @@ from dataclasses import asdict, dataclass, replace
 from math import log2
 from typing import Any
 
-from localbatch.compare.figures import figures, per_second
+from localbatch.compare.bench import too_many
+from localbatch.compare.comparison import PADDED
+from localbatch.compare.figures import Agreement, Figures, agreement, figures, per_second
 from localbatch.compare.machine import machine
-from localbatch.compare.modes import Continuous, Static
+from localbatch.compare.modes import Continuous, Sequential, Static
 from localbatch.compare.process import run_task
-from localbatch.compare.report import rounds_text, table
-from localbatch.compare.rounds import Run, Tell, run_rounds
+from localbatch.compare.report import agreement_dict
+from localbatch.compare.rounds import Run, Series, Tell, run_rounds
 from localbatch.compare.task import MadeUpRows, Outcome, Task
-from localbatch.data.config import EngineConfig, KVLayout
-from localbatch.data.errors import ConfigError, EngineError
+from localbatch.data.config import MAX_SLOTS, EngineConfig, KVLayout
+from localbatch.data.errors import ConfigError, EngineError, LocalbatchError
+from localbatch.engine.backend import Numerics
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_ROWS = 1024
 SCHEMES = (Static.name, Continuous.name)
 
-_FLAT = 0.1
+FLAT = 0.1
 """A doubling of the batch that gives less than this share more is not worth it."""
 
 
@@ -39,6 +42,8 @@ class SweepConfig:
     """Rows of a measurement, in batches."""
     schemes: tuple[str, ...] = SCHEMES
     layouts: tuple[KVLayout, ...] = tuple(KVLayout)
+    check: bool = True
+    """Also run the rows one at a time, once and outside of all figures, and compare answers."""
     name: str = ""
     """What the report calls the model."""
 
@@ -72,6 +77,16 @@ class Point:
     speedup_over_2: float | None
     efficiency: float | None
     """`speedup_over_1` for each row of the batch."""
+    ttft_p50_s: float = 0.0
+    """From the start to a row's first token; all rows arrive at once."""
+    itl_p50_s: float = 0.0
+    """From one token of a row to its next."""
+    latency_p50_s: float = 0.0
+    """From the start to a row's last token."""
+    agreement: Agreement | None = None
+    """With the same rows one at a time, in the round with the least; `None`: not checked."""
+    gpu_use: float | None = None
+    gpu_peak_mib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,10 +112,15 @@ class Sweep:
     max_tokens: int
     rounds: int
     curves: tuple[Curve, ...]
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        return asdict(replace(self, machine=dict(self.machine)))
+        told = asdict(replace(self, machine=dict(self.machine)))
+        for curve, own in zip(self.curves, told["curves"], strict=True):
+            for point, each in zip(curve.points, own["points"], strict=True):
+                each["agreement"] = point.agreement and agreement_dict(point.agreement)
+        return told
 
 
 def sweep(config: SweepConfig, *, run: Run = run_task, tell: Tell = lambda line: None) -> Sweep:
@@ -108,25 +128,59 @@ def sweep(config: SweepConfig, *, run: Run = run_task, tell: Tell = lambda line:
 
     Raises `EngineError` if nothing could be measured.
     """
-    tasks = tasks_of(config)
-    series = run_rounds(tasks, config.rounds, run, tell)
+    series = run_rounds(tasks_of(config), config.rounds, run, tell)
     if not series.runs:
-        raise EngineError(f"nothing could be measured: {next(iter(series.failed.values()))}")
+        failed = series.failed or impossible(config)
+        raise EngineError(f"nothing could be measured: {next(iter(failed.values()))}")
+    failed = {**series.failed, **impossible(config)}
+    answers, notes = reference_of(config, series, run, tell) if config.check else (None, [])
     curves = []
     for scheme in config.schemes:
         for layout in config.layouts:
             names = {size: _name(scheme, layout, size) for size in sorted(set(config.sizes))}
             runs = {size: series.runs[n] for size, n in names.items() if n in series.runs}
-            failed = {size: series.failed[n] for size, n in names.items() if n in series.failed}
-            curves.append(curve_of(scheme, layout.value, runs, failed))
+            reasons = {size: failed[n] for size, n in names.items() if n in failed}
+            curves.append(curve_of(scheme, layout.value, runs, reasons, answers))
     return Sweep(
         config.name or config.engine.model, machine(), config.prompt_tokens, config.max_tokens,
-        config.rounds, tuple(curves),
+        config.rounds, tuple(curves), (*notes, *_notes_on(series)),
     )  # fmt: skip
 
 
+def reference_of(
+    config: SweepConfig, series: Series, run: Run, tell: Tell
+) -> tuple[Mapping[int, Sequence[int]] | None, list[str]]:
+    """Return the answers of the most rows that were measured, run one at a time, and remarks."""
+    most = max(len(runs[0].tokens) for runs in series.runs.values())
+    rows = MadeUpRows(most, config.prompt_tokens, config.max_tokens)
+    engine = replace(config.engine, kv_layout=KVLayout.STREAMS)
+    tell(f"{most} rows one at a time, to compare answers with")
+    try:
+        return run(Task(Sequential.name, engine, rows, batch=1)).tokens, []
+    except LocalbatchError as error:
+        return None, [f"answers were not checked: {error}"]
+
+
+def _notes_on(series: Series) -> list[str]:
+    """Return what a reader of the agreement must know."""
+    found = {run.numerics for runs in series.runs.values() for run in runs}
+    return [PADDED] if Numerics.SAME_IN_ANY_BATCH in found else []
+
+
+def impossible(config: SweepConfig) -> dict[str, str]:
+    """Return the points that no machine can measure, and why."""
+    return {
+        _name(scheme, layout, size): too_many(size)
+        for scheme in config.schemes
+        for layout in config.layouts
+        for size in sorted(set(config.sizes))
+        if size > MAX_SLOTS and (scheme == Static.name or layout is KVLayout.UNIFIED)
+    }
+
+
 def tasks_of(config: SweepConfig) -> dict[str, Task]:
-    """Return a task for each point of each curve."""
+    """Return a task for each point of each curve that can be measured."""
+    left_out = impossible(config)
     return {
         _name(scheme, layout, size): Task(
             scheme,
@@ -137,6 +191,7 @@ def tasks_of(config: SweepConfig) -> dict[str, Task]:
         for scheme in config.schemes
         for layout in config.layouts
         for size in sorted(set(config.sizes))
+        if _name(scheme, layout, size) not in left_out
     }
 
 
@@ -145,29 +200,61 @@ def _name(scheme: str, layout: KVLayout, size: int) -> str:
 
 
 def curve_of(
-    scheme: str, layout: str, runs: Mapping[int, Sequence[Outcome]], failed: Mapping[int, str]
+    scheme: str,
+    layout: str,
+    runs: Mapping[int, Sequence[Outcome]],
+    failed: Mapping[int, str],
+    answers: Mapping[int, Sequence[int]] | None = None,
 ) -> Curve:
-    """Put the measurements of a curve together, by batch size."""
+    """Put the measurements of a curve together, by batch size.
+
+    `answers` are those of the rows one at a time, if they are to be compared.
+    """
     found = {size: [figures(outcome) for outcome in rounds] for size, rounds in runs.items()}
-    walls = {size: [f.wall_s for f in rounds] for size, rounds in found.items()}
-    wall = {size: statistics.median(values) for size, values in walls.items()}
+    wall = {size: _median(rounds, "wall_s") for size, rounds in found.items()}
     rate = {size: per_second(rounds[0].output_tokens, wall[size]) for size, rounds in found.items()}
-    peak = {size: statistics.median([f.peak_mib for f in rounds]) for size, rounds in found.items()}
+    peak = {size: _median(rounds, "peak_mib") for size, rounds in found.items()}
     points = []
     for size, rounds in found.items():
+        walls = [each.wall_s for each in rounds]
         total = rounds[0].prompt_tokens + rounds[0].output_tokens
         over_1 = _ratio(rate[size], rate.get(1))
         points.append(
             Point(
-                batch=size, wall_s=wall[size], wall_range_s=(min(walls[size]), max(walls[size])),
+                batch=size, wall_s=wall[size], wall_range_s=(min(walls), max(walls)),
                 total_tokens=total, tokens_per_s=per_second(total, wall[size]),
                 output_tokens_per_s=rate[size], peak_mib=peak[size],
                 memory_change_mib=peak[size] - peak[min(peak)],
                 speedup_over_1=over_1, speedup_over_2=_ratio(rate[size], rate.get(2)),
                 efficiency=None if over_1 is None else over_1 / size,
+                ttft_p50_s=_median(rounds, "ttft_p50_s"), itl_p50_s=_median(rounds, "itl_p50_s"),
+                latency_p50_s=_median(rounds, "latency_p50_s"),
+                agreement=None if answers is None else _least_agreement(answers, runs[size]),
+                gpu_use=_median_or_none(rounds, "gpu_use"),
+                gpu_peak_mib=_median_or_none(rounds, "gpu_peak_mib"),
             )
         )  # fmt: skip
     return Curve(scheme, layout, tuple(points), dict(failed), knee(rate))
+
+
+def _median(rounds: Sequence[Figures], name: str) -> float:
+    values: list[float] = [getattr(each, name) for each in rounds]
+    return statistics.median(values)
+
+
+def _median_or_none(rounds: Sequence[Figures], name: str) -> float | None:
+    values = [getattr(each, name) for each in rounds]
+    return None if None in values else statistics.median(values)
+
+
+def _least_agreement(answers: Mapping[int, Sequence[int]], rounds: Sequence[Outcome]) -> Agreement:
+    """Compare only the rows that a batch size has, in the round with the fewest that agree."""
+    found = []
+    for outcome in rounds:
+        rows = {*outcome.tokens, *outcome.errors}
+        same = {row: tokens for row, tokens in answers.items() if row in rows}
+        found.append(agreement(same, outcome.tokens))
+    return min(found, key=lambda one: one.identical)
 
 
 def _ratio(rate: float, base: float | None) -> float | None:
@@ -183,67 +270,9 @@ def knee(rates: Mapping[int, float]) -> int | None:
     sizes = sorted(rates)
     for size in sizes[:-1]:
         if all(
-            rates[larger] < rates[size] * (1 + _FLAT) ** log2(larger / size)
+            rates[larger] < rates[size] * (1 + FLAT) ** log2(larger / size)
             for larger in sizes
             if larger > size
         ):
             return size
     return None
-
-
-def sweep_text(report: Sweep) -> str:
-    """Return the whole report for a terminal."""
-    lines = [
-        f"{report.model} on {report.machine.get('cpu', 'this machine')}, "
-        f"{report.machine.get('cores', '?')} cores: {report.prompt_tokens} prompt + "
-        f"{report.max_tokens} output tokens a row, {rounds_text(report.rounds)}"
-    ]
-    for curve in report.curves:
-        lines += ["", f"{curve.scheme}, {curve.layout}", *_curve_table(curve)]
-        lines += [f"batch {size}: not run: {reason}" for size, reason in curve.failed.items()]
-        lines.append(knee_line(curve))
-    return "\n".join(lines)
-
-
-def knee_line(curve: Curve) -> str:
-    """Return where the gain flattens, in words."""
-    if not curve.points:
-        return "nothing could be measured"
-    if curve.knee is None:
-        largest = curve.points[-1].batch
-        return f"the gain has not flattened at {largest} rows; larger batches may be faster still"
-    return f"the knee is at {curve.knee} rows: beyond, a doubling gives less than {_FLAT:.0%} more"
-
-
-_HEAD = (
-    "batch", "wall s", "tokens", "tok/s", "output tok/s", "memory change MiB", "over 1", "over 2",
-    "efficiency",
-)  # fmt: skip
-
-
-def _curve_table(curve: Curve) -> list[str]:
-    return table(point_head(), [point_cells(point) for point in curve.points])
-
-
-def point_head() -> Sequence[str]:
-    """Return the titles of a curve's table."""
-    return _HEAD
-
-
-def point_cells(point: Point) -> list[str]:
-    """Return a batch size's line of the table."""
-
-    def times(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f}x"
-
-    return [
-        str(point.batch),
-        f"{point.wall_s:.2f}",
-        f"{point.total_tokens:,}",
-        f"{point.tokens_per_s:.0f}",
-        f"{point.output_tokens_per_s:.0f}",
-        f"{point.memory_change_mib:+,.0f}",
-        times(point.speedup_over_1),
-        times(point.speedup_over_2),
-        "-" if point.efficiency is None else f"{point.efficiency:.0%}",
-    ]

@@ -29,6 +29,8 @@ class Step:
     """The last so many of `rows` took one new token each; of the others a piece of the prompt was
     computed."""
     prompt_tokens: int
+    row_times: tuple[tuple[float, float], ...] = ()
+    """When each of `rows` was computed, by start and end; left out: all of the time."""
 
     @property
     def num_prefilled(self) -> int:
@@ -120,8 +122,10 @@ class TracedBackend:
 
     def forward(self, plan: StepPlan, sample: Sample) -> list[int | None]:
         """Compute a plan and note when, for whom, and when each token was known."""
+        marks: list[tuple[PlanRow, float]] = []
 
         def noting(rows: Sequence[PlanRow], logits: Logits) -> list[int]:
+            marks.append((rows[-1], self.trace.now()))
             tokens = sample(rows, logits)
             self.trace.note_tokens(rows)
             return tokens
@@ -130,7 +134,7 @@ class TracedBackend:
         tokens = self.backend.forward(plan, noting)
         self.num_calls = self.backend.num_calls
         if plan.rows:
-            self.trace.steps.append(step_of(plan, self._lane, start, self.trace.now()))
+            self.trace.steps.append(step_of(plan, self._lane, start, self.trace.now(), marks))
         return tokens
 
     def clear(self) -> None:
@@ -142,16 +146,44 @@ class TracedBackend:
         self.backend.close()
 
 
-def step_of(plan: StepPlan, lane: int, start_s: float, end_s: float) -> Step:
-    """Return the record of a computed plan."""
-    prefilled = [row for row in plan.rows if row.is_prefill]
-    decoded = [row for row in plan.rows if not row.is_prefill]
-    rows = [*prefilled, *decoded]
+def step_of(
+    plan: StepPlan,
+    lane: int,
+    start_s: float,
+    end_s: float,
+    marks: Sequence[tuple[PlanRow, float]] = (),
+) -> Step:
+    """Return the record of a computed plan.
+
+    `marks` are the last row of each of its computations that gave logits, and when it was done.
+    """
+    timed = list(zip(plan.rows, _row_times(plan, start_s, end_s, marks), strict=True))
+    prefilled = [(row, times) for row, times in timed if row.is_prefill]
+    decoded = [(row, times) for row, times in timed if not row.is_prefill]
+    rows = [row for row, _ in [*prefilled, *decoded]]
     return Step(
         lane, start_s, end_s,
         tuple(row.sequence.request.index for row in rows), tuple(row.slot for row in rows),
-        len(decoded), sum(row.end - row.start for row in prefilled),
+        len(decoded), sum(row.end - row.start for row, _ in prefilled),
+        tuple(times for _, times in [*prefilled, *decoded]),
     )  # fmt: skip
+
+
+def _row_times(
+    plan: StepPlan, start_s: float, end_s: float, marks: Sequence[tuple[PlanRow, float]]
+) -> Iterator[tuple[float, float]]:
+    """Yield start and end of each row: rows are computed in order, some of them together.
+
+    The last one's computation counts to the end of the step.
+    """
+    last, done = start_s, 0
+    for number, (marked, now) in enumerate(marks):
+        place = next(i for i, row in enumerate(plan.rows) if i >= done and row is marked)
+        is_end = number == len(marks) - 1 and place == len(plan.rows) - 1
+        now = end_s if is_end else now
+        yield from [(last, now)] * (place + 1 - done)
+        last, done = now, place + 1
+    yield from [(last, end_s)] * (len(plan.rows) - done)
 
 
 @dataclass(frozen=True)
@@ -185,6 +217,7 @@ def spans(steps: Sequence[Step], gap_s: float) -> list[Span]:
 
 
 def _pieces(step: Step) -> Iterator[Span]:
-    for place, (row, slot) in enumerate(zip(step.rows, step.slots, strict=True)):
-        is_prefill = place < step.num_prefilled
-        yield Span(row, step.lane, slot, step.start_s, step.end_s, is_prefill)
+    times = step.row_times or ((step.start_s, step.end_s),) * len(step.rows)
+    rows = zip(step.rows, step.slots, times, strict=True)
+    for place, (row, slot, (start_s, end_s)) in enumerate(rows):
+        yield Span(row, step.lane, slot, start_s, end_s, place < step.num_prefilled)

@@ -13,15 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from localbatch.compare.bench import Bench
 from localbatch.compare.margins import MarginTask, margins
 from localbatch.compare.modes import MODES
+from localbatch.compare.probe import ProbeTask, probe
 from localbatch.compare.rows import made_up
 from localbatch.compare.task import MadeUpRows, Outcome, Task
-from localbatch.compare.trace import Clock, Trace, TracedBackend
+from localbatch.compare.trace import Clock, Step, Trace, TracedBackend
 from localbatch.data.errors import ConfigError, EngineError, LocalbatchError
 from localbatch.data.request import Request
 from localbatch.engine.backend import Backend
@@ -68,6 +69,9 @@ def main() -> None:
         load_s = time.perf_counter() - started
         if isinstance(task, MarginTask):
             send(margins(backend, task))
+            return
+        if isinstance(task, ProbeTask):
+            send(probe(backend, task))
             return
         outcome = measure(task, backend, wait_for_start)
         outcome.load_s = load_s
@@ -141,7 +145,7 @@ def fill_in(outcome: Outcome, bench: Bench, trace: Trace) -> None:
     """Put in the rows' tokens and times; rows that were computed as another have that one's."""
     outcome.tokens, outcome.errors = bench.answers, bench.errors
     outcome.prompt_tokens = {i: len(bench.prompts[i]) for i in bench.answers}
-    outcome.steps, outcome.padding_tokens = list(trace.steps), bench.padding_tokens
+    outcome.steps, outcome.padding_tokens = numbered(trace.steps), bench.padding_tokens
     first: dict[tuple[int, ...], int] = {}
     for request in bench.requests:
         if request.index in bench.answers:
@@ -151,6 +155,12 @@ def fill_in(outcome: Outcome, bench: Bench, trace: Trace) -> None:
             index = request.index if times else first[key]
             first.setdefault(key, index)
             outcome.token_times[request.index] = list(trace.token_times[index])
+
+
+def numbered(steps: Sequence[Step]) -> list[Step]:
+    """Return steps with their lanes numbered from 0: those of the plan's measurements are gone."""
+    places = {lane: place for place, lane in enumerate(sorted({step.lane for step in steps}))}
+    return [replace(step, lane=places[step.lane]) for step in steps]
 
 
 if __name__ == "__main__":
