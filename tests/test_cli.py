@@ -175,7 +175,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, tiny_model: Path) ->
     source.write_text("x\n")
     result = CliRunner().invoke(main, ["run", str(tiny_model), str(source), "--gpu-layers", "5"])
     assert result.exit_code == 2
-    assert result.stderr.startswith("Error: --gpu-layers: llama-cpp-python was built for the CPU")
+    assert result.stderr.startswith("Error: --gpu-layers: there is no GPU that llama.cpp can use")
 
 
 def test_the_input_is_never_overwritten(tmp_path: Path) -> None:

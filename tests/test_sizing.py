@@ -78,9 +78,14 @@ class TestFitContext:
 
         assert (context.num_slots, context.threads) == (6, 7)
 
-    def test_memory_of_the_machine_says_nothing_of_a_gpu(self) -> None:
-        """There llama.cpp itself finds out."""
-        assert fit(32, 512, memory=MIB, on_gpu=True, parallel=32).num_slots == 32
+    def test_on_a_gpu_buffers_come_first(self) -> None:
+        """A pass of 2,048 tokens has room for logits and 32,000 bytes more for each of them."""
+        buffers = 2048 * (CARD.num_vocab * 4 + 32_000)
+        rows = 20 * 512 * CARD.kv_bytes_per_cell
+
+        context = fit(32, 512, memory=buffers + int(rows / 0.8) + 100, on_gpu=True)
+
+        assert context.num_slots == 20
 
     @pytest.mark.parametrize(
         ("setting", "on_gpu", "flash"),
