@@ -260,13 +260,18 @@ class TestProcess:
         monkeypatch.setenv("GGML_NO_BACKTRACE", "1")
         monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
         monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-        assert client_module.worker_environment() == {**os.environ, "GOMP_SPINCOUNT": "20000"}
+        monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
+        monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
+        assert client_module.worker_environment() == {
+            **os.environ, "GOMP_SPINCOUNT": "20000", "MALLOC_TOP_PAD_": str(32 * 1024 * 1024),
+        }  # fmt: skip
 
         monkeypatch.setenv("GOMP_SPINCOUNT", "5")
         assert client_module.worker_environment()["GOMP_SPINCOUNT"] == "5"
 
         monkeypatch.delenv("GOMP_SPINCOUNT")
         monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+        monkeypatch.setenv("MALLOC_TOP_PAD_", "7")
         assert client_module.worker_environment() == dict(os.environ)
 
     def test_close_ends_the_process(self) -> None:

@@ -64,6 +64,8 @@ class EngineStats:
     """Of all lanes."""
     buffer_bytes: int = 0
     """Compute and output buffers of all lanes."""
+    free_bytes: int = 0
+    """Of memory, left where the model is, after the contexts were made."""
 
 
 class Engine:
@@ -117,6 +119,7 @@ class Engine:
             context=context,
             kv_bytes=context_bytes(self.backend.card, context) * lanes if context else 0,
             buffer_bytes=sum(lane.backend.buffer_bytes for lane in group.lanes),
+            free_bytes=group.free_bytes,
         )
 
     @property

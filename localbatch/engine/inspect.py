@@ -36,6 +36,7 @@ def describe(path: str, *, rows: int, ctx: int) -> list[tuple[str, str]]:
         ("context", f"{card.max_ctx:,} tokens"),
         ("vocabulary", f"{card.num_vocab:,} tokens, {_tokenizer(card)}"),
         ("chat template", _template_line(template)),
+        ("device", card.placement),
         ("KV cache", f"{card.kv_bytes_per_cell / 1024:,.1f} KiB a token"),
         (
             "a batch",

@@ -33,6 +33,8 @@ class LaneGroup:
         self.context: ContextConfig | None = None
         self.numerics: Numerics | None = None
         self.choice: Choice | None = None
+        self.free_bytes = 0
+        """Left where the model is, after the contexts were made."""
         self._asked = (0, 0)  # slots and prefix slots; memory may not have allowed them
         self._backend, self._config = backend, config
 
@@ -95,6 +97,7 @@ class LaneGroup:
         self._resize(num_lanes)
         found = [lane.open(context) for lane in self.lanes]
         self.numerics, self.context = found[0], context
+        self.free_bytes = self._backend.free_bytes()
 
     def _resize(self, num_lanes: int) -> None:
         while len(self.lanes) > num_lanes:

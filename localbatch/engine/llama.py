@@ -257,9 +257,13 @@ def _check_range(slots: Sequence[int], num_slots: int) -> None:
         raise DecodeError(f"a slot is outside of 0..{num_slots - 1}", -1)
 
 
+def found_gpus() -> list[Gpu]:
+    """Return the GPUs that llama.cpp can use."""
+    return [Gpu(*device[1:]) for device in binding.gpu_devices()]
+
+
 def find_placement(config: EngineConfig) -> Placement:
     """Return where a model is put; raises `ConfigError` if that can't be as it is wanted."""
-    gpus = [Gpu(*device[1:]) for device in binding.gpu_devices()]
 
     def num_layers() -> int:
         model = binding.Model(config.model, metadata_only=True)
@@ -268,7 +272,7 @@ def find_placement(config: EngineConfig) -> Placement:
         finally:
             model.close()
 
-    return place(config, gpus, Path(config.model).stat().st_size, num_layers)
+    return place(config, found_gpus(), Path(config.model).stat().st_size, num_layers)
 
 
 def model_card(model: binding.Model, path: str) -> ModelCard:

@@ -27,7 +27,8 @@ import sys; sys.path[:] = {path!r}
 from localbatch.engine import binding
 print(binding.check_binding())
 print(binding.system_info())
-print("yes" if binding.supports_gpu() else "no")
+from localbatch.engine.llama import found_gpus
+print("; ".join(map(str, found_gpus())) if binding.supports_gpu() else "no")
 """
 _NUMERICS = {
     Numerics.SAME_AS_ALONE: "a row's logits are the same bits in any batch as alone",
@@ -69,8 +70,14 @@ def _build_checks() -> list[Check]:
     return [
         Check("binding", True, f"llama-cpp-python {version}"),
         Check("features", True, " ".join(name.removeprefix("CPU :").strip() for name in used)),
-        Check("gpu", True, gpu if gpu == "yes" else "no (llama.cpp was built for the CPU alone)"),
+        Check("gpu", True, _gpu_line(gpu)),
     ]
+
+
+def _gpu_line(said: str) -> str:
+    if said == "no":
+        return "none (llama.cpp was built for the CPU alone, or finds no GPU)"
+    return said
 
 
 def _machine_check() -> Check:

@@ -13,7 +13,6 @@ from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics
 from localbatch.engine.engine import EngineStats
 from localbatch.engine.llm import LLM
-from localbatch.engine.machine import available_memory
 from localbatch.engine.planner import Choice, Layout
 from localbatch.formats.inputs import InputOptions, read_requests
 from localbatch.jobs.preflight import look_through
@@ -78,6 +77,7 @@ def _engine_lines(llm: LLM, windows: float) -> list[tuple[str, str]]:
     if stats.plan is None or stats.context is None:
         return [("plan", "no row can be computed")]
     return [
+        ("device", llm.card.placement),
         ("plan", _plan_line(stats.plan.layout, stats.context)),
         ("because", _reason_line(stats.plan)),
         ("numbers", _NUMERICS[stats.numerics or Numerics.VARIES]),
@@ -130,7 +130,7 @@ def _memory_line(card: ModelCard, stats: EngineStats) -> str:
         f"{(weights + cache + buffers + programs) / _MIB:,.0f} MiB: {weights / _MIB:,.0f} of "
         f"weights, {cache / _MIB:,.0f} of KV cache, {buffers / _MIB:,.0f} of buffers, "
         f"{programs / _MIB:,.0f} of the programs themselves; "
-        f"{available_memory() / _MIB:,.0f} MiB are left"
+        f"{stats.free_bytes / _MIB:,.0f} MiB are left"
     )
 
 

@@ -1,0 +1,116 @@
+"""Which rows share a call, and that prompts made equally long leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localbatch import Request
+from localbatch.engine.backend import ContextConfig, Logits
+from localbatch.engine.batches import calls, steady
+from localbatch.engine.llama import LlamaBackend
+from localbatch.scheduler.plan import PlanRow, StepPlan
+from localbatch.scheduler.sequence import Sequence as TokenSequence
+
+GROUPED = ContextConfig(8, 256, None, 512, 1, pass_tokens=256)
+ALONE = ContextConfig(8, 256, None, 512, 1)
+
+
+def prompt(slot: int, length: int) -> PlanRow:
+    tokens = [(7 * slot + 13 * i) % 300 for i in range(length)]
+    sequence = TokenSequence(Request(slot, slot, prompt="-"), tokens)
+    return PlanRow(sequence, slot, 0, length, wants_logits=True, is_prefill=True)
+
+
+def following(row: PlanRow) -> PlanRow:
+    """Return the decode row after a prompt."""
+    row.sequence.tokens.append(5)
+    return PlanRow(row.sequence, row.slot, row.end, row.end + 1, True, False)
+
+
+rows_of_prompts = st.lists(st.integers(1, 300), min_size=1, max_size=40).map(
+    lambda lengths: [prompt(slot, length) for slot, length in enumerate(lengths)]
+)
+
+
+class TestGroups:
+    @given(rows_of_prompts)
+    def test_each_row_is_in_one_call(self, rows: list[PlanRow]) -> None:
+        """Slots ascend within a call; no call is over the size of a pass, or mostly filling."""
+        found = list(calls(rows, GROUPED, 512))
+
+        assert sorted(r.slot for call in found for r in call) == [r.slot for r in rows]
+        for call in found:
+            lengths = [row.end - row.start for row in call]
+            assert all(a.slot < b.slot for a, b in pairwise(call))
+            if len(call) > 1:
+                assert len(call) * max(lengths) <= 256
+                assert sum(lengths) >= 0.75 * len(call) * max(lengths)
+
+    def test_equal_prompts_fill_a_pass(self) -> None:
+        """Ten prompts of 60 tokens: four are 240 of 256."""
+        found = list(calls([prompt(slot, 60) for slot in range(10)], GROUPED, 512))
+        assert [len(call) for call in found] == [4, 4, 2]
+
+    def test_other_starts_go_apart(self) -> None:
+        """Their positions would not be those of a prompt of the same length."""
+        first, second = prompt(0, 60), prompt(1, 60)
+        later = PlanRow(second.sequence, 1, 20, 60, wants_logits=True, is_prefill=True)
+        assert [len(call) for call in calls([first, later], GROUPED, 512)] == [1, 1]
+
+    def test_alone_unless_they_may_share(self) -> None:
+        """So that a row's bits are its own."""
+        rows = [prompt(slot, 60) for slot in range(3)]
+        assert [len(call) for call in calls(rows, ALONE, 512)] == [1, 1, 1]
+
+
+@given(st.integers(1, 256))
+def test_steady_sizes(rows: int) -> None:
+    """There are few of them, none is smaller than asked for, and up to 8 rows are as they are."""
+    assert rows <= steady(rows) <= min(256, rows + 15)
+    assert steady(rows) == rows or rows > 8
+    assert len({steady(n) for n in range(9, 257)}) == 7 + 12
+
+
+@pytest.fixture
+def backend(tiny_model: Path) -> Iterator[LlamaBackend]:
+    made = LlamaBackend(str(tiny_model))
+    yield made
+    made.close()
+
+
+def logits_of(backend: LlamaBackend, steps: Sequence[Sequence[PlanRow]]) -> list[Logits]:
+    """Return the last step's logits, by row."""
+    seen: dict[int, Logits] = {}
+
+    def keep(rows: Sequence[PlanRow], logits: Logits) -> list[int]:
+        seen.update({row.slot: logits[i].copy() for i, row in enumerate(rows)})
+        return [0 for _ in rows]
+
+    for rows in steps:
+        backend.forward(StepPlan(list(rows), [], []), keep)
+    return [seen[row.slot] for row in steps[-1]]
+
+
+def test_prompts_made_equally_long_are_as_alone(backend: LlamaBackend) -> None:
+    """Their logits, and those of the token after, up to rounding: what filled them up is gone."""
+    lengths = [50, 47, 60, 52, 45, 60]
+
+    def computed(config: ContextConfig) -> tuple[list[Logits], list[Logits]]:
+        backend.open(config)
+        prompts = [prompt(slot, length) for slot, length in enumerate(lengths)]
+        first = logits_of(backend, [prompts])
+        second = logits_of(backend, [[following(row) for row in prompts]])
+        return first, second
+
+    grouped, alone = computed(GROUPED), computed(ALONE)
+
+    assert len(list(calls([prompt(i, n) for i, n in enumerate(lengths)], GROUPED, 512))) == 2
+    for mine, others in zip(grouped, alone, strict=True):
+        np.testing.assert_allclose(mine, others, rtol=1e-2, atol=1e-2)
