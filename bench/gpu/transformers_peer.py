@@ -5,8 +5,8 @@
 
 Static: a batch at a time, each until its longest answer is there; rows as they come, and sorted by
 the length of their answers, as if that were known. Only tokens that were asked for count.
-Continuous: `generate_batch`'s manager, each row with its own length. Prompts have the same number of tokens as on the other side; the first run of each
-is not counted.
+Continuous: `generate_batch`'s manager, each row with its own length. Prompts have the same number
+of tokens as on the other side; the first run of each is not counted.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class LLM:
         threads: int | None = None,
         lanes: int | None = None,
         gpu_layers: int | None = None,
-        devices: Sequence[str] | None = None,
+        devices: str | Sequence[str] | None = None,
         split_mode: SplitMode | str = SplitMode.AUTO,
         tensor_split: Sequence[float] | None = None,
         kv_layout: KVLayout | str = KVLayout.STREAMS,
@@ -90,7 +90,7 @@ class LLM:
         self.config = EngineConfig(
             model=path, backend=backend, ctx=ctx, parallel=parallel, threads=threads, lanes=lanes,
             gpu_layers=gpu_layers,
-            devices=None if devices is None else tuple(devices),
+            devices=tuple(devices.split(",") if isinstance(devices, str) else devices or ()) or None,
             split_mode=_choice("split_mode", SplitMode, split_mode),
             tensor_split=None if tensor_split is None else tuple(tensor_split),
             kv_layout=layout, kv_cells=kv_cells, flash_attention=flash,
