@@ -78,4 +78,4 @@ def test_what_does_not_fit_is_refused_in_words(tiny_model: Path) -> None:
     with LLM(str(tiny_model), parallel=256, ctx=2**22) as llm:
         params = SamplingParams(max_tokens=2**22 - 100, ignore_eos=True)
         with pytest.raises(Exception, match="MiB may be used"):
-            llm.generate(["hello"] * 2, params, raw=True)
+            llm.generate([f"hello {i}" for i in range(256)], params, raw=True)

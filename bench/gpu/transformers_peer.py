@@ -6,7 +6,7 @@
 Static: a batch at a time, each until its longest answer is there; rows as they come, and sorted by
 the length of their answers, as if that were known. Only tokens that were asked for count.
 Continuous: `generate_batch`'s manager, each row with its own length. Prompts have the same number
-of tokens as on the other side; the first run of each is not counted.
+of tokens as on the other side; the first run, or a short one before them, is not counted.
 """
 
 from __future__ import annotations
@@ -97,21 +97,22 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--shape", choices=list(SHAPES), required=True)
     parser.add_argument("--batches", default="", help="sizes with commas")
+    parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--continuous", action="store_true")
     args = parser.parse_args()
     rows, model = load_rows(args.rows), make_model(args.shape)
     total = sum(row[1] for row in rows)
     version = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    with torch.inference_mode():
-        for size in map(int, filter(None, args.batches.split(","))):
-            by_length = sorted(rows, key=lambda row: -row[1])
-            for how, ordered in {"as they come": rows, "sorted": by_length}.items():
-                walls = [run_static(model, ordered, size) for _ in range(3)][1:]
-                show(f"static, {size} at a time, {how} ({version})", walls, total)
-                if rows == by_length:  # they have one length
-                    break
-        if args.continuous:
-            show(f"continuous ({version})", run_continuous(model, rows)[1:], total)
+    for size in map(int, filter(None, args.batches.split(","))):
+        by_length = sorted(rows, key=lambda row: -row[1])
+        for how, ordered in {"as they come": rows, "sorted": by_length}.items():
+            run_static(model, [(ids, 8) for ids, _ in rows[:size]], size)
+            walls = [run_static(model, ordered, size) for _ in range(args.times)]
+            show(f"static, {size} at a time, {how} ({version})", walls, total)
+            if rows == by_length:  # they have one length
+                break
+    if args.continuous:
+        show(f"continuous ({version})", run_continuous(model, rows)[1:], total)
 
 
 def show(what: str, walls: list[float], tokens: int) -> None:

@@ -90,7 +90,7 @@ class LLM:
         self.config = EngineConfig(
             model=path, backend=backend, ctx=ctx, parallel=parallel, threads=threads, lanes=lanes,
             gpu_layers=gpu_layers,
-            devices=tuple(devices.split(",") if isinstance(devices, str) else devices or ()) or None,
+            devices=_names(devices),
             split_mode=_choice("split_mode", SplitMode, split_mode),
             tensor_split=None if tensor_split is None else tuple(tensor_split),
             kv_layout=layout, kv_cells=kv_cells, flash_attention=flash,
@@ -210,6 +210,13 @@ def _choice(name: str, kind: type[_Choice], value: str) -> _Choice:
     except ValueError:
         allowed = ", ".join(repr(member.value) for member in kind)
         raise ConfigError(f"{name}: must be one of {allowed}, not {value!r}") from None
+
+
+def _names(devices: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names of GPUs, also from one text with commas."""
+    if isinstance(devices, str):
+        devices = [name.strip() for name in devices.split(",")]
+    return None if devices is None else tuple(devices)
 
 
 def make_requests(

@@ -17,10 +17,8 @@ from localbatch.engine.backend import ModelCard
 from localbatch.engine.client import WINDOW
 from localbatch.engine.engine import EngineStats, TextPiece
 from localbatch.engine.preview import Preview
+from localbatch.engine.sizing import GPU_SLOTS
 from localbatch.engine.supervisor import Supervisor
-
-ENOUGH = 640
-"""Rows that a worker has before it asks for no more: they fill its batch, and some wait."""
 
 _JOIN_S = 2.0
 
@@ -130,12 +128,22 @@ class _End(NamedTuple):
 class _Member:
     """One worker's part of a run."""
 
+    worker: Supervisor
     given: queue.SimpleQueue[list[Request | Completion] | None]
     in_flight: int = 0
     """Rows that it has; touched by its own thread only, as is the next one."""
     has_asked: bool = False
     was_given: bool = False
     """Touched by the caller's thread only."""
+
+    @property
+    def enough(self) -> int:
+        """Rows with which it asks for no more: they fill its batch, and a few wait.
+
+        The more wait with one worker, the longer the others may be idle at the end.
+        """
+        slots = self.worker.stats.slots or GPU_SLOTS
+        return slots + max(1, slots // 16)
 
 
 class _SharedRun:
@@ -144,14 +152,14 @@ class _SharedRun:
     def __init__(self, workers: list[Supervisor], rows: Rows, streams_text: bool) -> None:
         self._source = iter(rows)
         self._streams_text = streams_text
-        self._members = [_Member(queue.SimpleQueue()) for _ in workers]
+        self._members = [_Member(worker, queue.SimpleQueue()) for worker in workers]
         self._inbox: queue.SimpleQueue[Event | _Wish | _End] = queue.SimpleQueue()
         self._ahead: deque[Request | Completion] = deque()  # read, but not given out
         self._exhausted = self._must_wait = False
         self._stopped = threading.Event()
         self._threads = [
-            threading.Thread(target=self._work, args=(number, worker), daemon=True)
-            for number, worker in enumerate(workers)
+            threading.Thread(target=self._work, args=(number,), daemon=True)
+            for number in range(len(workers))
         ]
 
     def events(self) -> Generator[Event, None, None]:
@@ -191,7 +199,7 @@ class _SharedRun:
             if not self._ahead and not self._exhausted:
                 break
             member = self._members[wishes[0]]
-            share = self._share(is_first=not member.was_given)
+            share = self._share(member)
             member.was_given = True
             member.given.put(share or None)
             num_given += len(share)
@@ -209,17 +217,18 @@ class _SharedRun:
             else:
                 self._ahead.append(row)
 
-    def _share(self, *, is_first: bool) -> list[Request | Completion]:
+    def _share(self, member: _Member) -> list[Request | Completion]:
         """Take a part of what was read; but for the first, half of an even share."""
+        is_first = not member.was_given
         num_waiting = sum(not member.was_given for member in self._members)
         size = -(-len(self._ahead) // (num_waiting if is_first else 2 * len(self._members)))
-        return [self._ahead.popleft() for _ in range(min(size, ENOUGH))]
+        return [self._ahead.popleft() for _ in range(min(size, member.enough))]
 
-    def _work(self, number: int, worker: Supervisor) -> None:
+    def _work(self, number: int) -> None:
         """Run what one worker is given; in a thread of its own."""
         member, error = self._members[number], None
         try:
-            events = worker.run(self._rows_of(number), streams_text=self._streams_text)
+            events = member.worker.run(self._rows_of(number), streams_text=self._streams_text)
             for event in events:
                 member.in_flight -= isinstance(event, Completion)
                 self._inbox.put(event)
@@ -234,7 +243,7 @@ class _SharedRun:
         """Yield a worker's rows, and `Later` while none are there for it."""
         member = self._members[number]
         while not self._stopped.is_set():
-            if member.in_flight < ENOUGH and not member.has_asked:
+            if member.in_flight < member.enough and not member.has_asked:
                 self._inbox.put(_Wish(number))
                 member.has_asked = True
             try:
