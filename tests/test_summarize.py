@@ -25,18 +25,18 @@ from localbatch.cli.main import main
 from localbatch.data.errors import ConfigError, InputError, JournalError
 from localbatch.engine.llm import LLM
 from localbatch.formats.inputs import InputOptions
-from localbatch.summarize import job as job_module
-from localbatch.summarize import stream as stream_module
-from localbatch.summarize.checks import copies, repeats_itself, unknown_numbers, warnings_of
-from localbatch.summarize.cutter import Cutter
-from localbatch.summarize.documents import find_documents
-from localbatch.summarize.extract import extract, tidy
-from localbatch.summarize.job import SummaryConfig, SummaryResult, summarize
-from localbatch.summarize.plan import plan_summaries
-from localbatch.summarize.prompts import Prompts, SummaryOptions, SummaryStyle, Task
-from localbatch.summarize.stream import Counts
-from localbatch.summarize.tree import merge_levels
-from localbatch.summarize.work import DocumentResult
+from localbatch.summaries import job as job_module
+from localbatch.summaries import stream as stream_module
+from localbatch.summaries.checks import copies, repeats_itself, unknown_numbers, warnings_of
+from localbatch.summaries.cutter import Cutter
+from localbatch.summaries.documents import find_documents
+from localbatch.summaries.extract import extract, tidy
+from localbatch.summaries.job import SummaryConfig, SummaryResult, summarize
+from localbatch.summaries.plan import plan_summaries
+from localbatch.summaries.prompts import Prompts, SummaryOptions, SummaryStyle, Task
+from localbatch.summaries.stream import Counts
+from localbatch.summaries.tree import merge_levels
+from localbatch.summaries.work import DocumentResult
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -348,7 +348,8 @@ class TestJob:
             "empty.txt": "is empty",
             "blank.txt": "is empty",
             "binary": "is no text (it has zero bytes)",
-            "latin.txt": "is not UTF-8 (byte 3); name its encoding with --encoding, as cp1252",
+            "latin.txt": "is not UTF-8 (byte 3); name its encoding with --encoding, as cp1252, "
+            "or --encoding auto",
             "picture.txt": "is no text but a picture",
         }
         assert len(result.documents) == 9
