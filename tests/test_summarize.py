@@ -32,6 +32,7 @@ from localbatch.summaries.cutter import Cutter
 from localbatch.summaries.documents import find_documents
 from localbatch.summaries.extract import extract, tidy
 from localbatch.summaries.job import SummaryConfig, SummaryResult, summarize
+from localbatch.summaries.outputs import write_index
 from localbatch.summaries.plan import plan_summaries
 from localbatch.summaries.prompts import Prompts, SummaryOptions, SummaryStyle, Task
 from localbatch.summaries.stream import Counts
@@ -266,6 +267,13 @@ class TestJob:
             assert row["summary"] in (job.output / row["output"]).read_text("utf-8")
             text = (job.source / row["name"]).read_text()
             assert (row["words"], row["error"]) == (len(text.split()), None)
+
+    def test_summaries_of_several_lines(self, tmp_path: Path) -> None:
+        """The table of the index keeps them in one cell."""
+        summary = "- one\n- \"two\", three\r- four"
+        write_index(tmp_path, [DocumentResult("a", "in/a", summary=summary)])
+        with (tmp_path / "index.csv").open(newline="", encoding="utf-8") as file:
+            assert [row["summary"] for row in csv.DictReader(file)] == [summary]
 
     def test_the_summary_is_what_the_model_says(self, job: Job) -> None:
         """A document in one chunk has the answer to one request, computed alone."""

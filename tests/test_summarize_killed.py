@@ -24,7 +24,7 @@ from localbatch import SummaryConfig, SummaryOptions, summarize
 
 slow_s = float(sys.argv[4])
 config = SummaryConfig(
-    sys.argv[1], [sys.argv[2]], sys.argv[3], SummaryOptions(length=8), chunk_tokens=120,
+    sys.argv[1], [sys.argv[2]], sys.argv[3], SummaryOptions(length=8), chunk_tokens=400,
     with_sources=True, engine={"threads": 1, "lanes": 1, "parallel": 8},
 )
 result = summarize(config, lambda counts, done: time.sleep(slow_s))
@@ -38,7 +38,7 @@ def document(seed: int) -> str:
     chance = random.Random(seed)
     return "".join(
         f"Item {i} is the {chance.choice(THINGS)}.{' ' if i % 4 else chr(10) * 2}"
-        for i in range(chance.choice([2, 9, 30, 90]))
+        for i in range(chance.choice([2, 30, 120, 300]))
     )
 
 

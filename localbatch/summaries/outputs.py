@@ -110,5 +110,6 @@ def _csv_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     yield ",".join(COLUMNS)
     for row in rows:
         line = io.StringIO()
-        csv.DictWriter(line, COLUMNS, lineterminator="").writerow(row)
-        yield line.getvalue()
+        # Only what ends a line is sure to be put into quotes.
+        csv.DictWriter(line, COLUMNS, lineterminator="\r\n").writerow(row)
+        yield line.getvalue().removesuffix("\r\n")
