@@ -270,7 +270,7 @@ class TestJob:
 
     def test_summaries_of_several_lines(self, tmp_path: Path) -> None:
         """The table of the index keeps them in one cell."""
-        summary = "- one\n- \"two\", three\r- four"
+        summary = '- one\n- "two", three\r- four'
         write_index(tmp_path, [DocumentResult("a", "in/a", summary=summary)])
         with (tmp_path / "index.csv").open(newline="", encoding="utf-8") as file:
             assert [row["summary"] for row in csv.DictReader(file)] == [summary]
