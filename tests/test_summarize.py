@@ -126,6 +126,13 @@ class TestCutting:
         assert sum(len(part) <= 32 for part in splitter.chunks(text)) == 3
         assert min(span.tokens for span in cutter.cut(text, markdown=True)) > 300
 
+    def test_what_is_little_too_long_is_cut_in_halves(self, cutter: Cutter) -> None:
+        """Instead of a whole chunk and a rest that is shorter than its summary would be."""
+        text = sentences(100).replace("\n\n", " ")[: cutter.sizes.chunk + 40]
+        sizes = [span.tokens for span in cutter.cut(text)]
+        assert len(sizes) == 2
+        assert min(sizes) * 2 > cutter.sizes.chunk * 0.8
+
     def test_a_tokenizer_with_merges(self, tiny_model: Path) -> None:
         """With llama.cpp's own counts, chunks are the whole text and fit, too."""
         text = tidy(sentences(200) + "漢字" * 300)

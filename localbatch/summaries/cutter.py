@@ -101,7 +101,7 @@ class Cutter:
     def cut(self, text: str, *, markdown: bool = False) -> list[Span]:
         """Return chunks that are all of the text, none of it twice, each fitting a prompt."""
         room = self.sizes.chunk
-        spans = self._cut(text, room, markdown)
+        spans = self._evened(text, self._cut(text, room, markdown), markdown)
         while room > _LEAST_TOKENS and not self._all_fit(text, spans):
             room = max(_LEAST_TOKENS, room * 9 // 10)
             spans = self._cut(text, room, markdown)
@@ -140,6 +140,21 @@ class Cutter:
             for (start, piece), count in zip(pieces, counts, strict=True)
         ]
         return _joined(_joined(spans, usual), room, at_most=_tiny(room))
+
+    def _evened(self, text: str, spans: list[Span], markdown: bool) -> list[Span]:
+        """Return chunks of more even sizes, if there are no more of them.
+
+        Of a text that is a little longer than a chunk the rest would be asked for a summary that is
+        longer than itself.
+        """
+        if len(spans) < 2 or min(span.tokens for span in spans) * 2 > self.sizes.chunk:
+            return spans
+        mean = sum(span.tokens for span in spans) // len(spans)
+        for room in (mean * 9 // 8, mean * 5 // 4):
+            evener = self._cut(text, room, markdown) if room < self.sizes.chunk else []
+            if 0 < len(evener) <= len(spans):
+                return evener
+        return spans
 
     def _all_fit(self, text: str, spans: Sequence[Span]) -> bool:
         task = Task.WHOLE if len(spans) == 1 else Task.PART

@@ -52,7 +52,7 @@ class SummaryConfig:
     encoding: str = "utf-8"
     """Of plain text and Markdown; `auto` guesses where it is not UTF-8."""
     with_sources: bool = False
-    """List the parts of a document with each summary."""
+    """List the parts of a document with each summary, and keep them in its `DocumentResult`."""
     fresh: bool = False
     """Forget what an earlier run finished."""
     retry_failed: bool = False
@@ -144,6 +144,8 @@ def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -
 
             def on_document(done: DocumentResult) -> None:
                 written.write(done, with_sources=config.with_sources)
+                if not config.with_sources:
+                    done.sources.clear()  # of thousands of documents they would be many
                 ended[done.name] = done
                 watch(result.counts, done)
 
