@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import random
 import signal
@@ -27,17 +28,18 @@ from localbatch.engine.llm import LLM
 from localbatch.formats.inputs import InputOptions
 from localbatch.summaries import job as job_module
 from localbatch.summaries import stream as stream_module
+from localbatch.summaries.answers import Answer
 from localbatch.summaries.checks import copies, repeats_itself, unknown_numbers, warnings_of
-from localbatch.summaries.cutter import Cutter
-from localbatch.summaries.documents import find_documents
-from localbatch.summaries.extract import extract, tidy
+from localbatch.summaries.cutter import Cutter, Sizes, Span
+from localbatch.summaries.documents import Document, find_documents
+from localbatch.summaries.extract import Extracted, extract, tidy
 from localbatch.summaries.job import SummaryConfig, SummaryResult, summarize
 from localbatch.summaries.outputs import write_index
 from localbatch.summaries.plan import plan_summaries
 from localbatch.summaries.prompts import Prompts, SummaryOptions, SummaryStyle, Task
 from localbatch.summaries.stream import Counts
 from localbatch.summaries.tree import merge_levels
-from localbatch.summaries.work import DocumentResult
+from localbatch.summaries.work import DocumentResult, Work
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -85,6 +87,32 @@ class TestTree:
             assert len(level) < below
             below = len(level)
         assert below == 1
+
+
+class TestWork:
+    @settings(max_examples=40)
+    @given(st.sampled_from([1, 2, 7, 60, 500]), st.integers(2, 9), st.randoms())
+    def test_all_parts_are_in_the_end_once(
+        self, parts: int, fan_in: int, chance: random.Random
+    ) -> None:
+        """In the order of the text, in whatever order the answers come."""
+        words = [f"w{i}" for i in range(parts)]
+        text = " ".join(words)
+        ends = [0, *(i for i, letter in enumerate(text) if letter == " "), len(text)]
+        spans = [Span(a, b, 1) for a, b in itertools.pairwise(ends)]
+        sizes = Sizes(fan_in * 14, 10)
+        assert sizes.fan_in == fan_in
+        work = Work(Document(Path("x"), "x"), Extracted(text, "x", "text"), spans, sizes)
+        waiting, asked = list(work.first), 0
+        while waiting:
+            node = waiting.pop(chance.randrange(len(waiting)))
+            assert len(node.parts) <= fan_in
+            ready = work.finish(node, Answer(node.text))
+            asked += 1
+            waiting += [ready] if ready else []
+        assert work.is_done
+        assert work.result.summary.split() == words
+        assert asked == work.num_nodes
 
 
 @pytest.fixture(scope="module")
