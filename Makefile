@@ -12,11 +12,17 @@ export CFLAGS := $(CFLAGS) -fno-dse -fno-tree-dse
 export CXXFLAGS := $(CXXFLAGS) -fno-dse -fno-tree-dse
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check lint type bench notebook soak docs clean
+.PHONY: demo demo-summarize test check lint type bench notebook soak docs clean
 
 demo: $(VENV)/.installed model
 	$(BIN)/localbatch run $(MODEL) examples/prompts.jsonl -o answers.jsonl --max-tokens 64 --fresh
 	@$(BIN)/python examples/show.py answers.jsonl
+
+# The exit code 3 is that of the three documents which have no text to be had.
+demo-summarize: $(VENV)/.installed-examples model
+	$(BIN)/python examples/documents.py build/documents
+	$(BIN)/localbatch summarize $(MODEL) build/documents -o summaries --length 60 --fresh || [ $$? = 3 ]
+	@$(BIN)/python examples/show_index.py summaries/index.jsonl
 
 test: $(VENV)/.installed-test model test-model
 	$(BIN)/ruff format --check .
@@ -64,5 +70,9 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 
+$(VENV)/.installed-examples: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs,examples]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) answers.jsonl answers.jsonl.journal* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) answers.jsonl summaries answers.jsonl.journal* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from localbatch.data.sampling_params import SamplingParams
     from localbatch.engine.engine import TextPiece
     from localbatch.engine.llm import LLM
+    from localbatch.summaries.job import SummaryConfig, SummaryResult, summarize
+    from localbatch.summaries.plan import SummaryPlan, plan_summaries
+    from localbatch.summaries.prompts import SummaryOptions, SummaryStyle
+    from localbatch.summaries.work import DocumentResult
 
 __all__ = [
     "LLM",
@@ -31,6 +35,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DecodeError",
+    "DocumentResult",
     "DownloadError",
     "EngineError",
     "FinishReason",
@@ -41,11 +46,18 @@ __all__ = [
     "OutputError",
     "Request",
     "SamplingParams",
+    "SummaryConfig",
+    "SummaryOptions",
+    "SummaryPlan",
+    "SummaryResult",
+    "SummaryStyle",
     "TextPiece",
     "Timings",
     "Usage",
     "WorkerError",
     "__version__",
+    "plan_summaries",
+    "summarize",
 ]
 
 _PLACES = {
@@ -55,6 +67,10 @@ _PLACES = {
     **dict.fromkeys(
         ("Completion", "FinishReason", "Message", "Request", "Timings", "Usage"), "data.request"
     ),
+    **dict.fromkeys(("SummaryConfig", "SummaryResult", "summarize"), "summaries.job"),
+    **dict.fromkeys(("SummaryPlan", "plan_summaries"), "summaries.plan"),
+    **dict.fromkeys(("SummaryOptions", "SummaryStyle"), "summaries.prompts"),
+    "DocumentResult": "summaries.work",
 }
 
 

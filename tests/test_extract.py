@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from localbatch.data.errors import ConfigError, InputError
-from localbatch.summarize import extract_docs
-from localbatch.summarize.extract import extract
+from localbatch.summaries import extract_docs
+from localbatch.summaries.extract import extract
 
 PAGE = """<html><head><title>The Elm  Bridge</title><style>p {}</style></head><body>
 <nav>Home About</nav><h1>Bridge</h1><p>Closed on <b>Mon</b>day.</p><script>x()</script>

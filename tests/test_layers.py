@@ -1,7 +1,7 @@
 """Imports point down only, and each foreign library has its one place.
 
 The layers are, from the bottom: data, scheduler, engine, jobs, cli. `models` and `formats` stand
-beside scheduler, `compare` and `summarize` between jobs and cli. What is checked is the source, so
+beside scheduler, `compare` and `summaries` between jobs and cli. What is checked is the source, so
 imports inside functions and those for type checkers only count as well.
 """
 
@@ -24,11 +24,11 @@ MAY_IMPORT = {
     "engine": {"engine", "models", "scheduler", "data"},
     "jobs": {"jobs", "engine", "formats", "models", "scheduler", "data"},
     "compare": {"compare", "jobs", "engine", "formats", "models", "scheduler", "data"},
-    "summarize": {"summarize", "jobs", "engine", "formats", "models", "scheduler", "data"},
+    "summaries": {"summaries", "jobs", "engine", "formats", "models", "scheduler", "data"},
     "cli": {
         "cli",
         "compare",
-        "summarize",
+        "summaries",
         "jobs",
         "engine",
         "formats",
@@ -38,7 +38,7 @@ MAY_IMPORT = {
     },
 }
 ROOT_MODULES = {"__init__", "__main__", "_version"}
-ROOT_MAY_IMPORT = {"data", "engine", "cli"}
+ROOT_MAY_IMPORT = {"data", "engine", "summaries", "cli"}
 
 PLACES = {
     "llama_cpp": ("engine/binding.py",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import random
 import signal
@@ -25,18 +26,20 @@ from localbatch.cli.main import main
 from localbatch.data.errors import ConfigError, InputError, JournalError
 from localbatch.engine.llm import LLM
 from localbatch.formats.inputs import InputOptions
-from localbatch.summarize import job as job_module
-from localbatch.summarize import stream as stream_module
-from localbatch.summarize.checks import copies, repeats_itself, unknown_numbers, warnings_of
-from localbatch.summarize.cutter import Cutter
-from localbatch.summarize.documents import find_documents
-from localbatch.summarize.extract import extract, tidy
-from localbatch.summarize.job import SummaryConfig, SummaryResult, summarize
-from localbatch.summarize.plan import plan_summaries
-from localbatch.summarize.prompts import Prompts, SummaryOptions, SummaryStyle, Task
-from localbatch.summarize.stream import Counts
-from localbatch.summarize.tree import merge_levels
-from localbatch.summarize.work import DocumentResult
+from localbatch.summaries import job as job_module
+from localbatch.summaries import stream as stream_module
+from localbatch.summaries.answers import Answer
+from localbatch.summaries.checks import copies, repeats_itself, unknown_numbers, warnings_of
+from localbatch.summaries.cutter import Cutter, Sizes, Span
+from localbatch.summaries.documents import Document, find_documents
+from localbatch.summaries.extract import Extracted, extract, tidy
+from localbatch.summaries.job import SummaryConfig, SummaryResult, summarize
+from localbatch.summaries.outputs import write_index
+from localbatch.summaries.plan import plan_summaries
+from localbatch.summaries.prompts import Prompts, SummaryOptions, SummaryStyle, Task
+from localbatch.summaries.stream import Counts
+from localbatch.summaries.tree import merge_levels
+from localbatch.summaries.work import DocumentResult, Work
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -86,6 +89,32 @@ class TestTree:
         assert below == 1
 
 
+class TestWork:
+    @settings(max_examples=40)
+    @given(st.sampled_from([1, 2, 7, 60, 500]), st.integers(2, 9), st.randoms())
+    def test_all_parts_are_in_the_end_once(
+        self, parts: int, fan_in: int, chance: random.Random
+    ) -> None:
+        """In the order of the text, in whatever order the answers come."""
+        words = [f"w{i}" for i in range(parts)]
+        text = " ".join(words)
+        ends = [0, *(i for i, letter in enumerate(text) if letter == " "), len(text)]
+        spans = [Span(a, b, 1) for a, b in itertools.pairwise(ends)]
+        sizes = Sizes(fan_in * 14, 10)
+        assert sizes.fan_in == fan_in
+        work = Work(Document(Path("x"), "x"), Extracted(text, "x", "text"), spans, sizes)
+        waiting, asked = list(work.first), 0
+        while waiting:
+            node = waiting.pop(chance.randrange(len(waiting)))
+            assert len(node.parts) <= fan_in
+            ready = work.finish(node, Answer(node.text))
+            asked += 1
+            waiting += [ready] if ready else []
+        assert work.is_done
+        assert work.result.summary.split() == words
+        assert asked == work.num_nodes
+
+
 @pytest.fixture(scope="module")
 def cutter() -> Iterator[Cutter]:
     with Cutter("fake", Prompts(SHORT), chunk_tokens=400, backend="fake") as made:
@@ -124,6 +153,13 @@ class TestCutting:
         splitter = MarkdownSplitter.from_callback(lambda part: len(part.encode()), 368, trim=False)
         assert sum(len(part) <= 32 for part in splitter.chunks(text)) == 3
         assert min(span.tokens for span in cutter.cut(text, markdown=True)) > 300
+
+    def test_what_is_little_too_long_is_cut_in_halves(self, cutter: Cutter) -> None:
+        """Instead of a whole chunk and a rest that is shorter than its summary would be."""
+        text = sentences(100).replace("\n\n", " ")[: cutter.sizes.chunk + 40]
+        sizes = [span.tokens for span in cutter.cut(text)]
+        assert len(sizes) == 2
+        assert min(sizes) * 2 > cutter.sizes.chunk * 0.8
 
     def test_a_tokenizer_with_merges(self, tiny_model: Path) -> None:
         """With llama.cpp's own counts, chunks are the whole text and fit, too."""
@@ -267,6 +303,13 @@ class TestJob:
             text = (job.source / row["name"]).read_text()
             assert (row["words"], row["error"]) == (len(text.split()), None)
 
+    def test_summaries_of_several_lines(self, tmp_path: Path) -> None:
+        """The table of the index keeps them in one cell."""
+        summary = '- one\n- "two", three\r- four'
+        write_index(tmp_path, [DocumentResult("a", "in/a", summary=summary)])
+        with (tmp_path / "index.csv").open(newline="", encoding="utf-8") as file:
+            assert [row["summary"] for row in csv.DictReader(file)] == [summary]
+
     def test_the_summary_is_what_the_model_says(self, job: Job) -> None:
         """A document in one chunk has the answer to one request, computed alone."""
         job.write("long.md", "Only this.")
@@ -348,7 +391,8 @@ class TestJob:
             "empty.txt": "is empty",
             "blank.txt": "is empty",
             "binary": "is no text (it has zero bytes)",
-            "latin.txt": "is not UTF-8 (byte 3); name its encoding with --encoding, as cp1252",
+            "latin.txt": "is not UTF-8 (byte 3); name its encoding with --encoding, as cp1252, "
+            "or --encoding auto",
             "picture.txt": "is no text but a picture",
         }
         assert len(result.documents) == 9

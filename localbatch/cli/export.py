@@ -21,7 +21,8 @@ def export(job: str, output: str, style: OutputStyle | None, answer_column: str 
     """Write the rows of JOB that are finished, also while it runs.
 
     JOB is the output of `localbatch run`, or its journal. Rows are in the order of the input; those
-    that are not finished are left out.
+    that are not finished are left out. JOB may also be the folder of `localbatch summarize`, whose
+    rows are its chunks and merges.
 
     \b
     Examples:

@@ -14,7 +14,8 @@ from localbatch.jobs.status import job_status
 def status(job: str) -> None:
     """Say how far JOB is, also while it runs.
 
-    JOB is the output of `localbatch run`, or its journal.
+    JOB is the output of `localbatch run`, or its journal; or the folder of `localbatch summarize`,
+    whose rows are its chunks and merges.
 
     \b
     Examples:

@@ -21,13 +21,13 @@ from localbatch.cli.main import (
 from localbatch.cli.options import engine_options, prompt_options, take_inputs
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
-from localbatch.summarize.cutter import CHUNK_TOKENS
-from localbatch.summarize.job import SummaryConfig, SummaryResult
-from localbatch.summarize.job import summarize as run_summarize
-from localbatch.summarize.plan import SummaryPlan, plan_summaries
-from localbatch.summarize.prompts import SummaryOptions, SummaryStyle
-from localbatch.summarize.stream import Counts
-from localbatch.summarize.work import DocumentResult
+from localbatch.summaries.cutter import CHUNK_TOKENS
+from localbatch.summaries.job import SummaryConfig, SummaryResult
+from localbatch.summaries.job import summarize as run_summarize
+from localbatch.summaries.plan import SummaryPlan, plan_summaries
+from localbatch.summaries.prompts import SummaryOptions, SummaryStyle
+from localbatch.summaries.stream import Counts
+from localbatch.summaries.work import DocumentResult
 
 _MOST_NOTES = 20
 _BAR = "{percentage:3.0f}%|{bar}| {postfix}"
@@ -61,11 +61,20 @@ def style_options(command: Any) -> Any:
             help="Most tokens of a document in one prompt.",
         ),
         click.option(
-            "--encoding", default="utf-8", show_default=True, help="Of plain text and Markdown."
+            "--encoding",
+            default="utf-8",
+            show_default=True,
+            help="Of plain text and Markdown; auto guesses where it is not UTF-8.",
         ),
         click.option("--temperature", type=float, default=0.0, show_default=True),
         click.option("--seed", type=int, default=0, show_default=True),
         click.option("--repeat-penalty", type=float, default=1.0, show_default=True),
+        click.option(
+            "--max-reasoning-tokens",
+            type=int,
+            default=None,
+            help="Most tokens before a reasoning model's summary; left out: 512.",
+        ),
     ]
     for option in reversed(options):
         command = option(command)
@@ -79,7 +88,8 @@ def take_style(options: dict[str, Any]) -> dict[str, Any]:
         instruction = None if file is None else file.read()
     except UnicodeDecodeError:
         raise click.BadParameter(f"{file.name}: is no text in UTF-8") from None
-    sampling = {name: options.pop(name) for name in ("temperature", "seed", "repeat_penalty")}
+    names = ("temperature", "seed", "repeat_penalty", "max_reasoning_tokens")
+    sampling = {name: options.pop(name) for name in names}
     return {
         "options": SummaryOptions(
             SummaryStyle(options.pop("style")), options.pop("length"), options.pop("language"),
@@ -217,6 +227,9 @@ def _end(result: SummaryResult, output: str, quiet: bool) -> None:
     if not quiet:
         if result.numerics is Numerics.VARIES:
             click.echo("note: with these settings an answer may depend on its batch", err=True)
+        if gone := len(result.removed):
+            what = "summary" if gone == 1 else "summaries"
+            click.echo(f"{gone:,} {what} removed whose documents have none any more", err=True)
         click.echo(_summary_line(result, output), err=True)
     if result.interrupted:
         click.echo("interrupted; the same command goes on from here", err=True)

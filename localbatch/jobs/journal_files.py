@@ -11,6 +11,8 @@ from types import TracebackType
 from localbatch.data.errors import ConfigError, JournalError, OutputError
 
 SUFFIX = ".journal"
+INDEX = "index"
+"""What `summarize` names its index and its journal by."""
 APPLICATION_ID = 0x6C626A31  # "lbj1": what `file` and we know the format by
 VERSION = 1
 _SCHEMA = """
@@ -33,6 +35,18 @@ def journal_path(output: str) -> Path:
     """
     path = os.path.realpath(output) if os.path.islink(output) else output
     return Path(path if path.endswith(SUFFIX) else path + SUFFIX)
+
+
+def find_journal(job: str) -> Path:
+    """Return the journal of a job that is named by its output, by its journal, or by a folder.
+
+    `summarize` has one journal for a folder, which its index may stand for, too.
+    """
+    path = journal_path(job)
+    if path.exists():
+        return path
+    inside = Path(job, f"{INDEX}{SUFFIX}") if os.path.isdir(job) else Path(job).with_suffix(SUFFIX)
+    return inside if inside.stem == INDEX and inside.exists() else path
 
 
 class JobLock:

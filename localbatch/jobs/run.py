@@ -30,6 +30,7 @@ from localbatch.jobs.job import (
 from localbatch.jobs.journal import Journal, RowKind
 from localbatch.jobs.journal_files import (
     JobLock,
+    find_journal,
     journal_path,
     refuse_journal_name,
     remove_journal,
@@ -89,7 +90,7 @@ def export_job(
 ) -> int:
     """Write the output of a job anew from its journal; returns the number of rows."""
     refuse_journal_name(target)
-    with Journal(journal_path(job), read_only=True) as journal:
+    with Journal(find_journal(job), read_only=True) as journal:
         source = str(journal.manifest.get("about", {}).get("input", ""))
         with contextlib.suppress(OSError):
             if target != "-" and os.path.samefile(source, target):

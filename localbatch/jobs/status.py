@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localbatch.jobs.journal import Counts, Journal
-from localbatch.jobs.journal_files import JobLock, journal_path
+from localbatch.jobs.journal_files import JobLock, find_journal
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class JobStatus:
 
 
 def job_status(job: str) -> JobStatus:
-    """Return how far a job is; `job` is its output or its journal.
+    """Return how far a job is; `job` is its output, its journal, or a folder of summaries.
 
     Raises `JournalError` if there is no journal, or it can't be read.
     """
-    path = journal_path(job)
+    path = find_journal(job)
     with Journal(path, read_only=True) as journal:
         manifest, counts = journal.manifest, journal.counts()
     about = manifest.get("about", {})

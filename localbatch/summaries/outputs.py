@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import hashlib
 import io
 import os
 from collections.abc import Iterable, Iterator
@@ -12,13 +14,13 @@ from typing import Any
 from localbatch.data.errors import OutputError
 from localbatch.formats.outputs import write_lines
 from localbatch.formats.records import json_line
-from localbatch.summarize.work import DocumentResult
+from localbatch.jobs.journal_files import INDEX
+from localbatch.summaries.work import DocumentResult
 
 COLUMNS = (
     "name", "path", "title", "kind", "words", "tokens", "chunks", "levels", "summary", "output",
     "prompt_tokens", "completion_tokens", "seconds", "warnings", "error",
 )  # fmt: skip
-INDEX = "index"
 
 
 def summary_path(name: str) -> str:
@@ -27,15 +29,9 @@ def summary_path(name: str) -> str:
 
 
 def write_summary(folder: Path, result: DocumentResult, *, with_sources: bool) -> None:
-    """Write a document's summary; one of an earlier run goes if there is an error now.
-
-    Raises `OutputError` if that can't be done.
-    """
+    """Write a document's summary; raises `OutputError` if that can't be done."""
     path = folder / summary_path(result.name)
     try:
-        if result.error is not None:
-            path.unlink(missing_ok=True)
-            return
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"{path}: can't be written ({error.strerror})") from None
@@ -48,6 +44,32 @@ def write_index(folder: Path, results: Iterable[DocumentResult]) -> None:
     write_lines(str(folder / f"{INDEX}.jsonl"), (json_line(row) for row in rows))
     flat = ({**row, "warnings": "; ".join(row["warnings"])} for row in rows)
     write_lines(str(folder / f"{INDEX}.csv"), _csv_lines(flat))
+
+
+def remove_summary(folder: Path, name: str, digest: str) -> bool:
+    """Remove a summary that was written by an earlier run, and folders that are empty then.
+
+    One that is not what was written is left alone. Returns whether the summary was removed.
+    """
+    path = folder / summary_path(name)
+    if digest_of(path) != digest:
+        return False
+    try:
+        path.unlink()
+    except OSError as error:
+        raise OutputError(f"{path}: can't be removed ({error.strerror})") from None
+    with contextlib.suppress(OSError):
+        for parent in path.relative_to(folder).parents[:-1]:
+            (folder / parent).rmdir()
+    return True
+
+
+def digest_of(path: Path) -> str | None:
+    """Return what tells a summary from others, `None` if there is none."""
+    try:
+        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return None
 
 
 def make_folder(path: str) -> Path:
@@ -88,5 +110,6 @@ def _csv_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     yield ",".join(COLUMNS)
     for row in rows:
         line = io.StringIO()
-        csv.DictWriter(line, COLUMNS, lineterminator="").writerow(row)
-        yield line.getvalue()
+        # Only what ends a line is sure to be put into quotes.
+        csv.DictWriter(line, COLUMNS, lineterminator="\r\n").writerow(row)
+        yield line.getvalue().removesuffix("\r\n")

@@ -11,10 +11,13 @@ from email.message import EmailMessage
 from pathlib import Path
 
 from localbatch.data.errors import InputError
-from localbatch.summarize import extract_docs
+from localbatch.summaries import extract_docs
 
 MAX_BYTES = 20_000_000
 """Most bytes of a document's text; longer ones are hardly one document."""
+
+AUTO = "auto"
+"""In place of an encoding: UTF-8, or what the text is most likely in."""
 
 _MAX_FILE_BYTES = 500_000_000
 _TITLE_CHARS = 120
@@ -48,9 +51,10 @@ class Extracted:
     """`text`, `markdown`, `html`, `pdf`, `docx`, `epub` or `email`."""
 
 
-def check_libraries(paths: Iterable[Path]) -> None:
+def check_libraries(paths: Iterable[Path], encoding: str = "utf-8") -> None:
     """Raise `ConfigError`, naming the extra, if documents need libraries that are not there."""
-    for kind in {_kind(path) for path in paths}:
+    kinds = {_kind(path) for path in paths} | ({AUTO} if encoding == AUTO else set())
+    for kind in kinds:
         extract_docs.check_libraries(kind)
 
 
@@ -60,6 +64,8 @@ def _kind(path: Path) -> str:
 
 def extract(path: Path, encoding: str = "utf-8") -> Extracted:
     """Return a document's text; plain text is in `encoding` unless a byte order mark says else.
+
+    `encoding` may be `auto`: UTF-8 if the text is that, otherwise what is most likely.
 
     Raises `InputError` if the file has no text to be had, and `ConfigError` naming the extra if a
     library is missing.
@@ -113,14 +119,16 @@ def _decoded(data: bytes, encoding: str) -> str:
     for mark, marked in _BOMS:
         if data.startswith(mark):
             encoding = marked
-    if b"\0" in data and not encoding.startswith("utf-16"):
+    if b"\0" in data and not encoding.replace("_", "-").lower().startswith(("utf-16", "utf-32")):
         raise InputError("is no text (it has zero bytes)")
+    if encoding == AUTO:
+        return extract_docs.guessed(data)
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
         raise InputError(
             f"is not {encoding.upper()} (byte {error.start + 1:,}); "
-            "name its encoding with --encoding, as cp1252"
+            "name its encoding with --encoding, as cp1252, or --encoding auto"
         ) from None
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Request
 from localbatch.engine.llm import LLM
-from localbatch.summarize.cutter import Cutter, Sizes
-from localbatch.summarize.documents import Document, find_documents
-from localbatch.summarize.extract import check_libraries, extract
-from localbatch.summarize.job import SummaryConfig, open_cutter
-from localbatch.summarize.stream import AHEAD
-from localbatch.summarize.work import DocumentResult, Work
+from localbatch.summaries.cutter import Cutter, Sizes
+from localbatch.summaries.documents import Document, find_documents
+from localbatch.summaries.extract import check_libraries, extract
+from localbatch.summaries.job import SummaryConfig, open_cutter
+from localbatch.summaries.stream import AHEAD
+from localbatch.summaries.work import DocumentResult, Work
 
 
 class SummaryPlan:
@@ -58,13 +58,13 @@ def plan_summaries(config: SummaryConfig) -> SummaryPlan:
     first: list[Request] = []
     first_tokens = 0
     documents = find_documents(config.paths, config.output)
-    check_libraries(document.path for document in documents)
+    check_libraries((document.path for document in documents), config.encoding)
     with open_cutter(config) as cutter:
         plan = SummaryPlan(cutter.sizes)
         for document in documents:
             work = _opened(config, cutter, document, plan)
             for node in work.first[: AHEAD - len(first)] if work else ():
-                request = config.prompts.request(node.task, node.row_id, len(first), node.text)
+                request = cutter.prompts.request(node.task, node.row_id, len(first), node.text)
                 first.append(request)
                 first_tokens += node.tokens
     if first:

@@ -8,7 +8,7 @@ not its weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple
 
@@ -17,7 +17,9 @@ from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from localbatch.data.errors import ConfigError
 from localbatch.data.request import Request
 from localbatch.engine.llm import LLM
-from localbatch.summarize.prompts import Prompts, Task
+from localbatch.engine.reasoning import tags_of
+from localbatch.formats.inputs import InputOptions
+from localbatch.summaries.prompts import Prompts, Task
 
 CHUNK_TOKENS = 1000
 """Tokens of a chunk, if nothing else is said: longer ones are slower to attend to, shorter ones
@@ -71,12 +73,14 @@ class Cutter:
         chat_template: str | None = None,
         backend: str = "llama",
     ) -> None:
-        self._prompts = prompts
         self._llm = LLM(
             model, metadata_only=True, share_prefixes=False, ctx=ctx, backend=backend,
             chat_template=chat_template,
         )  # fmt: skip
         try:
+            template = chat_template or self._llm.card.chat_template
+            self.prompts = replace(prompts, reasons=_reasons(prompts.inputs, template))
+            """With what the model is known to do."""
             self.longest = ctx or self._llm.card.max_ctx
             self.sizes = self._sizes(chunk_tokens)
         except BaseException:
@@ -97,7 +101,7 @@ class Cutter:
     def cut(self, text: str, *, markdown: bool = False) -> list[Span]:
         """Return chunks that are all of the text, none of it twice, each fitting a prompt."""
         room = self.sizes.chunk
-        spans = self._cut(text, room, markdown)
+        spans = self._evened(text, self._cut(text, room, markdown), markdown)
         while room > _LEAST_TOKENS and not self._all_fit(text, spans):
             room = max(_LEAST_TOKENS, room * 9 // 10)
             spans = self._cut(text, room, markdown)
@@ -137,13 +141,28 @@ class Cutter:
         ]
         return _joined(_joined(spans, usual), room, at_most=_tiny(room))
 
+    def _evened(self, text: str, spans: list[Span], markdown: bool) -> list[Span]:
+        """Return chunks of more even sizes, if there are no more of them.
+
+        Of a text that is a little longer than a chunk the rest would be asked for a summary that is
+        longer than itself.
+        """
+        if len(spans) < 2 or min(span.tokens for span in spans) * 2 > self.sizes.chunk:
+            return spans
+        mean = sum(span.tokens for span in spans) // len(spans)
+        for room in (mean * 9 // 8, mean * 5 // 4):
+            evener = self._cut(text, room, markdown) if room < self.sizes.chunk else []
+            if 0 < len(evener) <= len(spans):
+                return evener
+        return spans
+
     def _all_fit(self, text: str, spans: Sequence[Span]) -> bool:
         task = Task.WHOLE if len(spans) == 1 else Task.PART
         requests = [
-            self._prompts.request(task, "", i, text[span.start : span.end])
+            self.prompts.request(task, "", i, text[span.start : span.end])
             for i, span in enumerate(spans)
         ]
-        most = self.longest - self._prompts.max_tokens(task)
+        most = self.longest - self.prompts.max_tokens(task)
         return max(self._counts(requests), default=0) <= most
 
     def _counts(self, requests: Sequence[Request]) -> list[int]:
@@ -151,17 +170,17 @@ class Cutter:
 
     def _sizes(self, chunk_tokens: int) -> Sizes:
         tasks = list(Task)
-        empty = [self._prompts.request(task, "", i, ".") for i, task in enumerate(tasks)]
+        empty = [self.prompts.request(task, "", i, ".") for i, task in enumerate(tasks)]
         for seen in self._llm.preview(empty):
             if seen.error is not None:
                 raise ConfigError(f"the instruction alone can't be computed: {seen.error}")
         frames = self._counts(empty)
         self._dot = self._counts([Request(0, 0, prompt=".")])[0]
         room = min(
-            self.longest - frame - self._prompts.max_tokens(task) - _JOINT
+            self.longest - frame - self.prompts.max_tokens(task) - _JOINT
             for task, frame in zip(tasks, frames, strict=True)
         )
-        sizes = Sizes(min(chunk_tokens, room), self._prompts.max_tokens(Task.PART))
+        sizes = Sizes(min(chunk_tokens, room), self.prompts.summary_tokens(Task.PART))
         if sizes.fan_in < 2:
             need = 2 * (sizes.part + _JOINT)
             if room < need:
@@ -171,6 +190,12 @@ class Cutter:
                 )
             raise ConfigError(f"chunk_tokens: must be at least {need} for summaries of this length")
         return sizes
+
+
+def _reasons(inputs: InputOptions, template: str | None) -> bool:
+    """Return whether a model's answers begin with a reasoning."""
+    is_off = inputs.template_args.get("enable_thinking") is False
+    return inputs.chat and not is_off and tags_of(template) is not None
 
 
 def _tiny(room: int) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from localbatch.summarize.answers import Answer
-from localbatch.summarize.checks import numbers_in, unknown_numbers, warnings_of
-from localbatch.summarize.cutter import Sizes, Span
-from localbatch.summarize.documents import Document
-from localbatch.summarize.extract import Extracted
-from localbatch.summarize.prompts import Task
-from localbatch.summarize.tree import merge_levels
+from localbatch.summaries.answers import Answer
+from localbatch.summaries.checks import numbers_in, unknown_numbers, warnings_of
+from localbatch.summaries.cutter import Sizes, Span
+from localbatch.summaries.documents import Document
+from localbatch.summaries.extract import Extracted
+from localbatch.summaries.prompts import Task
+from localbatch.summaries.tree import merge_levels
 
 _NAMED = 5
 """So many parts are named in a warning."""

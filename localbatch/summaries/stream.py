@@ -9,12 +9,12 @@ from pathlib import Path
 
 from localbatch.data.errors import ConfigError, InputError
 from localbatch.data.request import Completion, Later, Request
-from localbatch.summarize.answers import Answer, Answers
-from localbatch.summarize.cutter import Cutter
-from localbatch.summarize.documents import Document
-from localbatch.summarize.extract import Extracted
-from localbatch.summarize.prompts import Prompts
-from localbatch.summarize.work import DocumentResult, Node, Work
+from localbatch.summaries.answers import Answer, Answers
+from localbatch.summaries.cutter import Cutter
+from localbatch.summaries.documents import Document
+from localbatch.summaries.extract import Extracted
+from localbatch.summaries.prompts import Prompts
+from localbatch.summaries.work import DocumentResult, Node, Work
 
 AHEAD = 512
 """Rows in the engine, above which no further document is opened."""

@@ -26,6 +26,7 @@ _LIBRARIES = {
     "pdf": ("pypdf",),
     "docx": ("docx",),
     "epub": ("lxml.html", "inscriptis"),
+    "auto": ("charset_normalizer",),
 }
 _MAX_UNPACKED_BYTES = 500_000_000
 _CONTAINER = "{urn:oasis:names:tc:opendocument:xmlns:container}"
@@ -47,6 +48,17 @@ def _library(name: str) -> Any:
             f"{name.split('.')[0]} is needed for this kind of document: "
             "pip install 'localbatch[docs]'"
         ) from None
+
+
+def guessed(data: bytes) -> str:
+    """Return a text whose encoding nobody told; raises `InputError` if none fits."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        best = _library("charset_normalizer").from_bytes(data).best()
+    if best is None:
+        raise InputError("is in no encoding that is known; name it with --encoding")
+    return str(best)
 
 
 def _guarded(what: str, read: Callable[[bytes], tuple[str, str]]) -> Callable[[bytes], Any]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from localbatch.data.errors import ConfigError, LocalbatchError
@@ -18,18 +19,19 @@ from localbatch.engine.llm import LLM
 from localbatch.formats.inputs import InputOptions
 from localbatch.jobs.job import completions
 from localbatch.jobs.journal import Journal, RowKind
-from localbatch.jobs.journal_files import JobLock, journal_path, remove_journal
+from localbatch.jobs.journal_files import INDEX, JobLock, journal_path, remove_journal
 from localbatch.jobs.manifest import make_manifest
 from localbatch.jobs.resume import Resume
 from localbatch.models.catalog import resolve_model
-from localbatch.summarize.answers import Answers
-from localbatch.summarize.cutter import CHUNK_TOKENS, Cutter
-from localbatch.summarize.documents import Document, find_documents
-from localbatch.summarize.extract import check_libraries, extract
-from localbatch.summarize.outputs import INDEX, make_folder, write_index, write_summary
-from localbatch.summarize.prompts import Prompts, SummaryOptions
-from localbatch.summarize.stream import Counts, SummaryStream
-from localbatch.summarize.work import DocumentResult
+from localbatch.summaries.answers import Answers
+from localbatch.summaries.cutter import CHUNK_TOKENS, Cutter
+from localbatch.summaries.documents import Document, find_documents
+from localbatch.summaries.extract import AUTO, check_libraries, extract
+from localbatch.summaries.outputs import make_folder, write_index
+from localbatch.summaries.prompts import Prompts, SummaryOptions
+from localbatch.summaries.stream import Counts, SummaryStream
+from localbatch.summaries.work import DocumentResult
+from localbatch.summaries.written import WrittenSummaries
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class SummaryConfig:
     chunk_tokens: int = CHUNK_TOKENS
     """Most tokens of a document in one prompt; fewer if the context is small."""
     encoding: str = "utf-8"
-    """Of plain text and Markdown."""
+    """Of plain text and Markdown; `auto` guesses where it is not UTF-8."""
     with_sources: bool = False
-    """List the parts of a document with each summary."""
+    """List the parts of a document with each summary, and keep them in its `DocumentResult`."""
     fresh: bool = False
     """Forget what an earlier run finished."""
     retry_failed: bool = False
@@ -65,7 +67,7 @@ class SummaryConfig:
 
     def __post_init__(self) -> None:
         try:
-            "".encode(self.encoding)
+            "".encode("utf-8" if self.encoding == AUTO else self.encoding)
         except LookupError:
             raise ConfigError(f"encoding: there is none of the name {self.encoding!r}") from None
         if self.chunk_tokens < 1:
@@ -87,6 +89,8 @@ class SummaryResult:
     wall_s: float = 0.0
     """Reading the documents included, loading the model, too."""
     interrupted: bool = False
+    removed: list[str] = field(default_factory=list)
+    """Names of documents that are gone, or have no summary any more, whose old one was removed."""
     numerics: Numerics | None = None
     """What a row's logits depended on; `None` if none was computed."""
     error: LocalbatchError | None = None
@@ -125,19 +129,23 @@ def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -
     and a full disk end the job early. Raises `LocalbatchError` if it can't start.
     """
     documents = find_documents(config.paths, config.output)
-    check_libraries(document.path for document in documents)
+    check_libraries((document.path for document in documents), config.encoding)
     folder = make_folder(config.output)
     path = journal_path(str(folder / INDEX))
     with JobLock(path):
+        old = _written(path)
         if config.fresh:
             remove_journal(path)
         with Journal(path) as journal:
             _claim(config, journal)
             result = SummaryResult()
             ended: dict[str, DocumentResult] = {}
+            written = WrittenSummaries(folder, old)
 
             def on_document(done: DocumentResult) -> None:
-                write_summary(folder, done, with_sources=config.with_sources)
+                written.write(done, with_sources=config.with_sources)
+                if not config.with_sources:
+                    done.sources.clear()  # of thousands of documents they would be many
                 ended[done.name] = done
                 watch(result.counts, done)
 
@@ -146,9 +154,27 @@ def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -
                     _compute(config, documents, journal, result, on_document, watch)
             finally:
                 result.documents = [ended[name] for name in sorted(ended)]
+                result.removed = written.remove_stale({d.name for d in documents})
+                journal.update_manifest({"written": written.known})
                 if ended:
                     write_index(folder, result.documents)
+                _note_end(journal, result)
     return result
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """Return what an earlier run noted of its summaries, nothing if its journal can't be read."""
+    try:
+        with Journal(path, read_only=True) as journal:
+            return dict(journal.manifest.get("written") or {})
+    except LocalbatchError:
+        return {}
+
+
+def _note_end(journal: Journal, result: SummaryResult) -> None:
+    """Note whether all is done, for `localbatch status`."""
+    is_done = not result.interrupted and result.error is None
+    journal.update_manifest({"rows": journal.counts().total if is_done else None})
 
 
 def _compute(
@@ -162,7 +188,7 @@ def _compute(
     """Compute what is left; without anything left the model's weights are not even loaded."""
     with open_cutter(config) as cutter:
         stream = SummaryStream(
-            documents, partial(extract, encoding=config.encoding), cutter, config.prompts,
+            documents, partial(extract, encoding=config.encoding), cutter, cutter.prompts,
             Answers(journal), on_document,
         )  # fmt: skip
         result.counts = stream.counts
@@ -205,5 +231,6 @@ def _claim(config: SummaryConfig, journal: Journal) -> None:
     manifest["same"] |= {**options, "--style": config.options.style.value}
     manifest["same"]["--chunk-tokens"] = config.chunk_tokens
     Resume(journal, manifest, config.output).accept()
+    journal.update_manifest({"rows": None})
     if config.retry_failed:
         journal.forget([RowKind.FAILED])

@@ -47,6 +47,9 @@ _LENGTHS = {
 _MERGED = "The text below consists of the summaries of consecutive parts of one longer text. "
 _LEAST_PART_WORDS, _MOST_PART_WORDS = 80, 160
 _MAX_WORDS = 4000
+_REASONING_TOKENS = 512
+_CLOSING_TOKENS = 8
+"""What the tag after a reasoning may have."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +89,29 @@ class Prompts:
     inputs: InputOptions = field(default_factory=InputOptions)
     params: SamplingParams = field(default_factory=SamplingParams)
     """`max_tokens` is set by the length of the summary."""
+    reasons: bool = False
+    """Whether the model writes a reasoning before its answers; it has tokens of its own."""
+
+    def summary_tokens(self, task: Task) -> int:
+        """Return the most tokens of a summary; a word may have two."""
+        return 2 * self.options.words(task) + 16
 
     def max_tokens(self, task: Task) -> int:
-        """Return the most tokens of an answer; a word may have two."""
-        return 2 * self.options.words(task) + 16
+        """Return the most tokens of an answer, its reasoning included."""
+        return self.summary_tokens(task) + self._reasoning_tokens * self.reasons
+
+    @property
+    def _reasoning_tokens(self) -> int:
+        most = self.params.max_reasoning_tokens
+        return (_REASONING_TOKENS if most is None else most) + _CLOSING_TOKENS
 
     def request(self, task: Task, row_id: str, index: int, text: str) -> Request:
         """Return the request for the summary of a text."""
         prompt = self._prompt(task, text.strip())
         params = replace(self.params, max_tokens=self.max_tokens(task))
+        if self.reasons:
+            most = self._reasoning_tokens - _CLOSING_TOKENS
+            params = replace(params, max_reasoning_tokens=most)
         if not self.inputs.chat:
             return Request(row_id, index, prompt=f"{prompt}\n", params=params)
         messages: list[Message] = [{"role": "user", "content": prompt}]
