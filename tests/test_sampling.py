@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llama_cpp import llama_cpp as lib
 
 from localbatch import Request, SamplingParams
-from localbatch.engine.sampling import adjusted, best, distribution, sample, sample_row, uniform
+from localbatch.engine.sampling import adjusted, distribution, sample, sample_row, uniform
 from localbatch.scheduler.plan import PlanRow
 from localbatch.scheduler.sequence import Sequence
 
@@ -383,10 +383,3 @@ class TestUniform:
         found = sum((fields[a, b] - expected) ** 2 for a in range(10) for b in range(10))
 
         assert found / expected < 161
-
-
-@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**32 - 1))
-def test_the_best_of_each_row_by_several_readers(rows: int, parts: int, seed: int) -> None:
-    """In parts of any number they are those of plain Python; the first of equals."""
-    logits = np.random.default_rng(seed).integers(0, 50, (rows, 97)).astype(np.float32)
-    assert best(logits, parts) == [row.index(max(row)) for row in logits.tolist()]

@@ -112,9 +112,10 @@ def merged(stats: list[EngineStats]) -> EngineStats:
 
 
 class _Wish(NamedTuple):
-    """A worker has room for rows."""
+    """A worker has room for so many rows."""
 
     member: int
+    rows: int
 
 
 class _End(NamedTuple):
@@ -137,13 +138,15 @@ class _Member:
     """Touched by the caller's thread only."""
 
     @property
-    def enough(self) -> int:
-        """Rows with which it asks for no more: they fill its batch, and a few wait.
+    def room(self) -> int:
+        """Rows it lacks to have its batch twice; 0 while it lacks only few of them.
 
-        The more wait with one worker, the longer the others may be idle at the end.
+        Rows of one length end together, and the next ones must be there by then: a worker asks
+        when it reports.
         """
         slots = self.worker.stats.slots or GPU_SLOTS
-        return slots + max(1, slots // 16)
+        room = 2 * slots - self.in_flight
+        return room if room >= max(1, slots // 4) or not self.in_flight else 0
 
 
 class _SharedRun:
@@ -166,12 +169,12 @@ class _SharedRun:
         """Yield what comes back, and give out rows on the way."""
         for thread in self._threads:
             thread.start()
-        wishes, num_out, num_working = list[int](), 0, len(self._threads)
+        wishes, num_out, num_working = list[_Wish](), 0, len(self._threads)
         try:
             while num_working:
                 message = self._inbox.get()
                 if isinstance(message, _Wish):
-                    wishes.append(message.member)
+                    wishes.append(message)
                 elif isinstance(message, _End):
                     num_working -= 1
                     if message.error is not None:
@@ -191,15 +194,15 @@ class _SharedRun:
             for thread in self._threads:
                 thread.join(_JOIN_S)
 
-    def _grant(self, wishes: list[int]) -> tuple[list[int], int]:
-        """Give rows to those who want some; returns who got none, and how many were given."""
+    def _grant(self, wishes: list[_Wish]) -> tuple[list[_Wish], int]:
+        """Give rows to those who want some; returns what is left, and how many were given."""
         num_given = 0
         while wishes:
             self._read_ahead()
             if not self._ahead and not self._exhausted:
                 break
-            member = self._members[wishes[0]]
-            share = self._share(member)
+            member = self._members[wishes[0].member]
+            share = self._share(wishes[0].rows, is_first=not member.was_given)
             member.was_given = True
             member.given.put(share or None)
             num_given += len(share)
@@ -217,12 +220,11 @@ class _SharedRun:
             else:
                 self._ahead.append(row)
 
-    def _share(self, member: _Member) -> list[Request | Completion]:
+    def _share(self, most: int, *, is_first: bool) -> list[Request | Completion]:
         """Take a part of what was read; but for the first, half of an even share."""
-        is_first = not member.was_given
         num_waiting = sum(not member.was_given for member in self._members)
         size = -(-len(self._ahead) // (num_waiting if is_first else 2 * len(self._members)))
-        return [self._ahead.popleft() for _ in range(min(size, member.enough))]
+        return [self._ahead.popleft() for _ in range(min(size, most))]
 
     def _work(self, number: int) -> None:
         """Run what one worker is given; in a thread of its own."""
@@ -243,8 +245,9 @@ class _SharedRun:
         """Yield a worker's rows, and `Later` while none are there for it."""
         member = self._members[number]
         while not self._stopped.is_set():
-            if member.in_flight < member.enough and not member.has_asked:
-                self._inbox.put(_Wish(number))
+            room = member.room
+            if room and not member.has_asked:
+                self._inbox.put(_Wish(number, room))
                 member.has_asked = True
             try:
                 # What it has must go on while others are being read, or these hang on it.

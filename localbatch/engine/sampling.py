@@ -9,8 +9,6 @@ any batch, any order and after any restart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from hashlib import blake2b
 from math import log
 
@@ -20,14 +18,10 @@ import numpy.typing as npt
 from localbatch.data.request import RowId
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Logits
-from localbatch.engine.machine import usable_threads
 from localbatch.engine.sampling_top import MOST, Ranked, rank, rank_row
 from localbatch.scheduler.plan import PlanRow
 from localbatch.scheduler.sequence import Likelihood
 from localbatch.scheduler.sequence import Sequence as TokenSequence
-
-_PART, _MOST_PARTS = 1 << 20, 4
-"""Logits that one thread reads, in half a millisecond or so, and threads of a batch."""
 
 
 def sample(rows: Sequence[PlanRow], logits: Logits) -> list[int]:
@@ -43,41 +37,14 @@ def sample(rows: Sequence[PlanRow], logits: Logits) -> list[int]:
     return tokens
 
 
-def best(logits: Logits, parts: int = 1) -> list[int]:
-    """Return each row's largest logit's token, the rows in so many parts side by side.
-
-    Reading the logits takes as long as memory lets one core read them; a GPU waits for it.
-    """
-    mine, *others = np.array_split(logits, parts)
-    waiting = [_readers().submit(part.argmax, axis=1) for part in others]
-    tokens: list[int] = mine.argmax(axis=1).tolist()
-    for part in waiting:
-        tokens += part.result().tolist()
-    return tokens
-
-
-def _num_parts(num_logits: int) -> int:
-    """Return the parts worth a thread each; a CPU that computes has none to spare."""
-    return max(1, min(_MOST_PARTS, num_logits // _PART, _num_cores() // 4))
-
-
-@cache
-def _num_cores() -> int:
-    return usable_threads()
-
-
-@cache
-def _readers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="argmax")
-
-
 def _chosen(sequences: Sequence[TokenSequence], logits: Logits) -> list[int]:
     """Return the token that each row's settings choose.
 
     Which rows are beside a row must not show in its token: each is what `sample_row` returns.
     """
     if all(sequence.is_greedy for sequence in sequences):
-        return best(logits, _num_parts(logits.size))
+        tokens: list[int] = logits.argmax(axis=1).tolist()
+        return tokens
     tokens = [0] * len(sequences)
     together = []
     for i, sequence in enumerate(sequences):
