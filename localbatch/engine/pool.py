@@ -32,8 +32,8 @@ _SUMS = ("steps", "prompt_tokens", "computed_prompt_tokens", "completion_tokens"
 class Pool:
     """Runs rows in a worker, or in one for each GPU if the model fits each of them.
 
-    The first worker finds the GPUs. Rows are read in the caller's thread, and given out in shares
-    that get smaller towards the end, so that all workers end together.
+    The first worker finds the GPUs. Rows are read in the caller's thread, and given out as workers
+    have room for them, the last ones evenly, so that all end together.
     """
 
     def __init__(self, config: EngineConfig, *, debug: bool = False) -> None:
@@ -132,10 +132,8 @@ class _Member:
     worker: Supervisor
     given: queue.SimpleQueue[list[Request | Completion] | None]
     in_flight: int = 0
-    """Rows that it has; touched by its own thread only, as is the next one."""
+    """Rows that it has; touched by its own thread only, as the next one is."""
     has_asked: bool = False
-    was_given: bool = False
-    """Touched by the caller's thread only."""
 
     @property
     def room(self) -> int:
@@ -202,8 +200,7 @@ class _SharedRun:
             if not self._ahead and not self._exhausted:
                 break
             member = self._members[wishes[0].member]
-            share = self._share(wishes[0].rows, is_first=not member.was_given)
-            member.was_given = True
+            share = self._share(wishes[0].rows)
             member.given.put(share or None)
             num_given += len(share)
             wishes = wishes[1:]
@@ -220,10 +217,9 @@ class _SharedRun:
             else:
                 self._ahead.append(row)
 
-    def _share(self, most: int, *, is_first: bool) -> list[Request | Completion]:
-        """Take a part of what was read; but for the first, half of an even share."""
-        num_waiting = sum(not member.was_given for member in self._members)
-        size = -(-len(self._ahead) // (num_waiting if is_first else 2 * len(self._members)))
+    def _share(self, most: int) -> list[Request | Completion]:
+        """Take an even share of what was read, or what is wanted of it."""
+        size = -(-len(self._ahead) // len(self._members))
         return [self._ahead.popleft() for _ in range(min(size, most))]
 
     def _work(self, number: int) -> None:
