@@ -28,6 +28,7 @@ def create_scheduler(
     pool_cells: int | None = None,
     chunk: int = 16,
     max_step_tokens: int | None = None,
+    closes_gaps_first: bool = False,
 ) -> Scheduler:
     """Return an empty scheduler that ends on `END`; its step holds four chunks if left open."""
     config = SchedulerConfig(
@@ -36,6 +37,7 @@ def create_scheduler(
         pool_cells=pool_cells,
         chunk=chunk,
         max_step_tokens=4 * chunk if max_step_tokens is None else max_step_tokens,
+        closes_gaps_first=closes_gaps_first,
     )
     return Scheduler(config, end_tokens={END})
 

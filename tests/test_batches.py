@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,10 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localbatch import Request
-from localbatch.engine.backend import ContextConfig, Logits
+from localbatch import Completion, Request, SamplingParams
+from localbatch.data.config import EngineConfig
+from localbatch.engine import lanes
+from localbatch.engine.backend import Backend, ContextConfig, Logits, Numerics
 from localbatch.engine.batches import calls, steady
+from localbatch.engine.engine import Engine
+from localbatch.engine.fake import FakeBackend
+from localbatch.engine.lane import TextPiece
 from localbatch.engine.llama import LlamaBackend
+from localbatch.engine.placement import Gpu, Placement
 from localbatch.scheduler.plan import PlanRow, StepPlan
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 
@@ -114,3 +121,59 @@ def test_prompts_made_equally_long_are_as_alone(backend: LlamaBackend) -> None:
     assert len(list(calls([prompt(i, n) for i, n in enumerate(lengths)], GROUPED, 512))) == 2
     for mine, others in zip(grouped, alone, strict=True):
         np.testing.assert_allclose(mine, others, rtol=1e-2, atol=1e-2)
+
+
+def rows_of_all_kinds() -> list[Request]:
+    """Return rows with common beginnings, other lengths, and answers from 1 to 40 tokens."""
+    heads = ["", "of the and to in is that it for was on are as " * 3, "was that it is " * 9]
+    return [
+        Request(
+            i, i, prompt=heads[i % 3] + " ".join(chr(97 + (i * k) % 26) for k in range(i % 23 + 2)),
+            params=SamplingParams(max_tokens=1 + (i * 17) % 40, ignore_eos=True),
+        )
+        for i in range(70)
+    ]  # fmt: skip
+
+
+def answers_of(backend: Backend) -> dict[int, tuple[int, ...]]:
+    """Return the tokens of `rows_of_all_kinds`, at most 8 rows at a time."""
+    engine = Engine(backend, EngineConfig("m", parallel=8, lanes=1, ctx=512, threads=1))
+    engine.submit(rows_of_all_kinds())
+    done: list[Completion | TextPiece] = []
+    while engine.has_work:
+        done += engine.step()
+    engine.close()
+    return {c.index: c.token_ids for c in done if isinstance(c, Completion)}
+
+
+def test_answers_do_not_depend_on_shared_passes() -> None:
+    """The stand-in finds any mistake in slots, positions and copies as it would on a GPU."""
+    on_gpu = Placement((Gpu("FAKE0", "no device", 1, 1),), -1)
+    assert answers_of(FakeBackend(placement=on_gpu)) == answers_of(FakeBackend())
+
+
+def test_answers_of_llama_with_shared_passes(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding may turn a few of the 70; a wrong cell would turn most."""
+    alone = answers_of(LlamaBackend(str(tiny_model)))
+    fit = lanes.fit_context
+    monkeypatch.setattr(
+        lanes, "fit_context", lambda *a, **k: replace(fit(*a, **k), pass_tokens=512, chunk=512)
+    )
+    monkeypatch.setattr(LlamaBackend, "free_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(LlamaBackend, "open", opened_as_on_a_gpu(LlamaBackend.open))
+    together = answers_of(LlamaBackend(str(tiny_model)))
+    assert sum(alone[i] == together[i] for i in range(70)) >= 63
+
+
+def opened_as_on_a_gpu(
+    method: Callable[[LlamaBackend, ContextConfig], Numerics],
+) -> Callable[[LlamaBackend, ContextConfig], Numerics]:
+    """Return `LlamaBackend.open` that makes no promise of bits."""
+
+    def open_it(backend: LlamaBackend, config: ContextConfig) -> Numerics:
+        backend.on_gpu = True
+        return method(backend, config)
+
+    return open_it

@@ -28,7 +28,6 @@ from localbatch.data.config import EngineConfig, KVLayout, Order
 from localbatch.data.errors import DecodeError
 from localbatch.engine import engine as engine_module
 from localbatch.engine import lane as lane_module
-from localbatch.engine import lanes as lanes_module
 from localbatch.engine.backend import Sample
 from localbatch.engine.engine import Engine
 from localbatch.engine.fake import BOS, EOS, FIRST_BYTE, FakeBackend
@@ -340,7 +339,7 @@ class TestContext:
         """
         growing = engine(parallel=4)
         finish(growing, requests(4))
-        monkeypatch.setattr(lanes_module, "available_memory", lambda: 2048)
+        monkeypatch.setattr(FakeBackend, "free_bytes", lambda _: 2048)
 
         done = finish(growing, [request(i, "x" * 300, max_tokens=1) for i in range(4)])
 

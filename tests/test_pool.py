@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from localbatch import Completion, Request, SamplingParams
-from localbatch.data.config import EngineConfig
+from localbatch.data.config import EngineConfig, SplitMode
 from localbatch.data.errors import EngineError
 from localbatch.data.request import Later, failed_completion
 from localbatch.engine.engine import EngineStats, TextPiece
@@ -47,6 +47,11 @@ def test_there_is_a_worker_for_each_gpu() -> None:
     with contextlib.closing(Pool(THREE)) as pool:
         assert [member.gpus for member in pool.members] == [("FAKE0",), ("FAKE1",), ("FAKE2",)]
         assert len({member.pid for member in pool.members}) == 3
+        # Whatever memory is free when another worker takes over.
+        assert [member.config.devices for member in pool.members] == [
+            ("FAKE0",), ("FAKE1",), ("FAKE2",),
+        ]  # fmt: skip
+        assert {member.config.split_mode for member in pool.members} == {SplitMode.NONE}
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 100, 1500])

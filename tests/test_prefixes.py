@@ -371,6 +371,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         chunk=chunk,
         max_step_tokens=draw(st.integers(chunk, 4 * chunk)),
         num_prefix_slots=draw(st.integers(0, 3)),
+        closes_gaps_first=draw(st.booleans()),
     )
     kinds = st.sampled_from(["abort before", "abort after", "fail", "restart", "preempt"])
     disturbance = st.builds(Disturbance, st.integers(0, 25), kinds, st.integers(0, 12))

@@ -287,6 +287,17 @@ class TestClosingGaps:
         assert plan.moves == []
         assert shape(plan) == [(0, 0, 2, 3), (1, 1, 2, 3)]
 
+    def test_rows_move_together_for_new_ones_that_share_passes(self) -> None:
+        """Rows 0 and 2 of four end: 3 moves to slot 0, and the two that waited get 2 and 3."""
+        scheduler = create_scheduler(closes_gaps_first=True)
+        short, long = {"num_tokens": 2, "max_tokens": 1}, {"num_tokens": 2, "max_tokens": 9}
+        for number, settings in enumerate([short, long, short, long, long, long]):
+            add_all(scheduler, create_sequences(1, first=number, **settings))
+        run_step(scheduler)
+        plan = run_step(scheduler)
+        assert plan.moves == [(3, 0)]
+        assert shape(plan) == [(4, 2, 0, 2), (5, 3, 0, 2)]
+
     def test_waiting_row_fills_the_gap_instead(self) -> None:
         """While rows wait, a gap is filled by the next of them and nothing moves."""
         scheduler = create_scheduler(num_slots=2)

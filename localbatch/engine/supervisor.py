@@ -31,7 +31,7 @@ class Supervisor:
 
     def __init__(self, config: EngineConfig, *, debug: bool = False) -> None:
         self.num_restarts = 0
-        self._config, self._debug = config, debug
+        self.config, self._debug = config, debug
         self._closed = False
         self._client = WorkerClient(config, debug=debug)
 
@@ -57,7 +57,7 @@ class Supervisor:
 
     def stay_on(self, gpus: tuple[str, ...]) -> None:
         """Let workers that take over use these GPUs, whatever they find."""
-        self._config = replace(self._config, devices=gpus, split_mode=SplitMode.NONE)
+        self.config = replace(self.config, devices=gpus, split_mode=SplitMode.NONE)
 
     @property
     def stats(self) -> EngineStats:
@@ -121,7 +121,7 @@ class Supervisor:
         for tries_left in reversed(range(_STARTS)):
             self.num_restarts += 1
             try:
-                self._client = WorkerClient(self._config, debug=self._debug)
+                self._client = WorkerClient(self.config, debug=self._debug)
                 return
             except WorkerError:
                 if not tries_left:

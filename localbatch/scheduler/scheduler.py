@@ -65,12 +65,12 @@ class Scheduler:
         that how a row is cut never depends on its neighbours.
         """
         preempted = self._make_room()
-        for sequence, slot, length in self._prefixes.save():
-            self._copies.append(Copy(_slot_of(sequence), slot, length))
         moves: list[Move] = []
         if self.config.closes_gaps_first and self.waiting and self._slots.num_free:
             self._forget_left()
             moves = self._close_gaps()
+        for sequence, slot, length in self._prefixes.save():  # moves come before copies
+            self._copies.append(Copy(_slot_of(sequence), slot, length))
         rows = self._catch_up(admit=not preempted)
         if not rows or self._mixes:
             self._forget_left()
