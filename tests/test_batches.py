@@ -152,6 +152,20 @@ def test_answers_do_not_depend_on_shared_passes() -> None:
     assert answers_of(FakeBackend(placement=on_gpu)) == answers_of(FakeBackend())
 
 
+@pytest.mark.parametrize(("mib", "num_lanes"), [(10_000, 4), (600, 2), (300, 1), (90, 1)])
+def test_lanes_leave_memory_for_rows(
+    monkeypatch: pytest.MonkeyPatch, mib: int, num_lanes: int
+) -> None:
+    """A lane's buffers take 2,048 x (258 x 4 + 32,000) bytes, 64.5 MiB; a quarter may be that."""
+    monkeypatch.setattr(FakeBackend, "free_bytes", lambda _: mib << 20)
+    on_gpu = Placement((Gpu("FAKE0", "no device", 1, 1),), -1)
+    engine = Engine(FakeBackend(placement=on_gpu), EngineConfig("m", ctx=512))
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    engine.submit([Request(i, i, prompt=f"row {i}", params=params) for i in range(512)])
+    engine.prepare()
+    assert engine.stats.lanes == num_lanes
+
+
 def test_answers_of_llama_with_shared_passes(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

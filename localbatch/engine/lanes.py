@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from localbatch.data.config import EngineConfig
+from localbatch.data.config import MAX_SLOTS, EngineConfig
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
 from localbatch.engine.calibration import DEEP, MOST_DEEP_ROWS, MOST_ROWS, SHALLOW, Rates, rates_of
 from localbatch.engine.lane import Counters, Lane
@@ -67,8 +67,10 @@ class LaneGroup:
             cell_bytes=self._backend.card.kv_bytes_per_cell,
         )  # fmt: skip
         layout = self.choice.layout
-        slots = min(slots, layout.slots * layout.lanes)
         lanes = min(layout.lanes, self._affordable(cells, memory))
+        slots = min(slots, layout.slots * layout.lanes)
+        if lanes < layout.lanes:
+            slots = min(slots, lanes * (MAX_SLOTS - prefix_slots))
         context = fit_context(
             config, self._backend.card, slots, cells, on_gpu, memory, lanes, prefix_slots
         )
@@ -84,8 +86,8 @@ class LaneGroup:
         """Return the most lanes that memory allows, with a row each."""
         card, on_gpu = self._backend.card, self._backend.on_gpu
         one = context_bytes(card, fit_context(self._config, card, 1, cells, on_gpu, memory))
-        if on_gpu:
-            one += pass_bytes(card)
+        if on_gpu:  # a lane's buffers are as large for few rows, and rows are worth more
+            return max(1, min(kv_budget(memory) // one, memory // (4 * pass_bytes(card))))
         return max(1, kv_budget(memory) // max(1, one))
 
     def _must_be_exact(self, context: ContextConfig) -> bool:
