@@ -94,7 +94,13 @@ class TestSettings:
         """Shares only make sense for a split model."""
         assert placed(TWO, 1, tensor_split=(3.0, 1.0)).split_mode is SplitMode.LAYER
 
-    @pytest.mark.parametrize("settings", [{"gpu_layers": 5}, {"devices": ("CUDA0",)}])
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"gpu_layers": 5}, {"devices": ("CUDA0",)}, {"tensor_split": (3.0, 1.0)},
+            {"split_mode": SplitMode.ROW},
+        ],
+    )  # fmt: skip
     def test_a_gpu_asked_for_and_not_there(self, settings: dict[str, Any]) -> None:
         """Is refused, with what to do."""
         with pytest.raises(ConfigError, match=r"there is no GPU .*docs/install\.md"):
@@ -102,7 +108,7 @@ class TestSettings:
 
     def test_an_unknown_name(self) -> None:
         """Is refused with those there are."""
-        with pytest.raises(ConfigError, match="device: there is no 'CUDA7', only CUDA0, CUDA1"):
+        with pytest.raises(ConfigError, match="devices: there is no 'CUDA7', only CUDA0, CUDA1"):
             placed(TWO, 1, devices=("CUDA7",))
 
     @pytest.mark.parametrize(

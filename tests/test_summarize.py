@@ -575,6 +575,15 @@ class TestDocuments:
             path.write_bytes("Grüße\r\nvon hier".encode(encoding))
             assert extract(path, "cp1252").text == "Grüße\nvon hier"
 
+    def test_a_run_of_letters_that_is_too_long(self, tmp_path: Path) -> None:
+        """Cutting it would hold up all other documents; 100,000 of them are taken."""
+        path = tmp_path / "x.txt"
+        path.write_text("word " + "x" * 100_001)
+        with pytest.raises(InputError, match="has 100,001 characters without a blank"):
+            extract(path)
+        path.write_text("word " + "x" * 100_000)
+        assert len(extract(path).text) == 100_005
+
     def test_a_text_that_is_too_long(self, tmp_path: Path) -> None:
         """50 MB are refused without being read whole."""
         path = tmp_path / "x.txt"

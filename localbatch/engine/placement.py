@@ -92,8 +92,14 @@ def _room(gpus: Sequence[Gpu]) -> float:
 
 def _chosen(config: EngineConfig, gpus: Sequence[Gpu]) -> list[Gpu]:
     if not gpus:
-        if config.gpu_layers or config.devices:
-            raise ConfigError(_NO_GPU.format("device" if config.devices else "gpu_layers"))
+        wanted = {
+            "devices": config.devices,
+            "gpu_layers": config.gpu_layers,
+            "tensor_split": config.tensor_split,
+            "split_mode": config.split_mode in (SplitMode.LAYER, SplitMode.ROW),
+        }
+        for name in filter(wanted.get, wanted):
+            raise ConfigError(_NO_GPU.format(name))
         return []
     if config.devices is None:
         return list(gpus)
@@ -101,7 +107,7 @@ def _chosen(config: EngineConfig, gpus: Sequence[Gpu]) -> list[Gpu]:
     unknown = [name for name in config.devices if name.lower() not in by_name]
     if unknown:
         there = ", ".join(gpu.name for gpu in gpus)
-        raise ConfigError(f"device: there is no {unknown[0]!r}, only {there}")
+        raise ConfigError(f"devices: there is no {unknown[0]!r}, only {there}")
     return [by_name[name.lower()] for name in config.devices]
 
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from localbatch.data.errors import InputError
 from localbatch.summaries import extract_docs
 
+MAX_WORD = 100_000
+"""Most characters between blanks: cutting a longer run takes more than seconds."""
+
 MAX_BYTES = 20_000_000
 """Most bytes of a document's text; longer ones are hardly one document."""
 
@@ -89,6 +92,11 @@ def extract(path: Path, encoding: str = "utf-8") -> Extracted:
         raise InputError(extract_docs.WITHOUT_TEXT.get(kind, "has no text"))
     if len(text) > MAX_BYTES:
         raise _too_long(len(text))
+    if (longest := max(map(len, text.split()))) > MAX_WORD:
+        raise InputError(
+            f"has {longest:,} characters without a blank or line end, which take too long to cut "
+            f"(at most {MAX_WORD:,}); break them up, or leave the file out"
+        )
     return Extracted(text, (title.strip() or _title(text, kind) or path.stem)[:_TITLE_CHARS], kind)
 
 
