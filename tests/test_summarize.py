@@ -171,9 +171,14 @@ class TestCutting:
             assert all(map(cutter.fits, prompts))
 
     def test_a_context_without_room_is_refused(self) -> None:
-        """The message says what to change."""
-        with pytest.raises(ConfigError, match=r"raise --ctx or lower --length"):
-            Cutter("fake", Prompts(SummaryOptions(length=160)), ctx=512, backend="fake")
+        """The message says how large it must be, and that is enough."""
+        prompts = Prompts(SummaryOptions(length=160))
+        with pytest.raises(ConfigError, match=r"it must be [\d,]+ \(--ctx\)") as refused:
+            Cutter("fake", prompts, ctx=512, backend="fake")
+        least = int(str(refused.value).split("must be ")[1].split()[0].replace(",", ""))
+        Cutter("fake", prompts, ctx=least, backend="fake").close()
+        with pytest.raises(ConfigError):
+            Cutter("fake", prompts, ctx=least - 1, backend="fake")
 
 
 class TestPrompts:

@@ -186,7 +186,7 @@ class Cutter:
             if room < need:
                 raise ConfigError(
                     f"the context of {self.longest:,} tokens has no room for two summaries of "
-                    f"{sizes.part} tokens and a third; raise --ctx or lower --length"
+                    f"{sizes.part} tokens each; it must be {self.longest + need - room:,} (--ctx)"
                 )
             raise ConfigError(f"chunk_tokens: must be at least {need} for summaries of this length")
         return sizes
