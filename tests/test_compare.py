@@ -930,3 +930,17 @@ class TestCommand:
 
         assert result.exit_code == 2
         assert "Error: --modes: 'nope' is not one of sequential, " in result.stderr
+
+
+def test_rows_that_cannot_be_used_are_in_the_report(tmp_path: Path) -> None:
+    """A program that reads the JSON sees that it is not about all of the input."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "abc"}\nno json\n{"prompt": "def"}\n')
+    options = ["--backend", "fake", "--raw", "--modes", "sequential,continuous", "--rounds", "1"]
+    result = CliRunner().invoke(
+        main, ["compare", "fake", str(source), *options, "--max-tokens", "4", "--json"]
+    )
+    report = json.loads(result.stdout)
+    assert report["rows"] == 2
+    assert report["notes"][0] == "1 rows of the input can't be used and are left out"
+    assert [mode["rows_alive"] for mode in report["modes"]] == [1, 2]

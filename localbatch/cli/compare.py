@@ -163,31 +163,35 @@ def compare(model: str, source: str, **options: Any) -> None:
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
     save = saver(options)
     inputs = take_inputs(options)
+    rows, num_bad = read_rows(
+        source, inputs, options.pop("max_tokens"), options.pop("ignore_eos"),
+        options.pop("most_rows"),
+    )  # fmt: skip
     config = CompareConfig(
         engine=engine_config(model, options, KVLayout(options.pop("kv_layout"))),
-        requests=read_rows(
-            source, inputs, options.pop("max_tokens"), options.pop("ignore_eos"),
-            options.pop("most_rows"),
-        ),
-        name=model, **options,
+        requests=rows, name=model, **options,
     )  # fmt: skip
     with terminate_as_interrupt():
         report = comparison.compare(config, tell=teller(quiet))
+    if num_bad:
+        left_out = f"{num_bad} rows of the input can't be used and are left out"
+        report = replace(report, notes=(left_out, *report.notes))
     click.echo(json.dumps(report.as_dict(), indent=2) if as_json else text_of(report))
     save(report)
 
 
 def read_rows(
     source: str, inputs: InputOptions, max_tokens: int | None, ignore_eos: bool, most: int | None
-) -> tuple[Request, ...]:
-    """Return the rows that can be used; others are named on standard error and left out."""
+) -> tuple[tuple[Request, ...], int]:
+    """Return the rows that can be used, and how many can't; these are named on standard error."""
     params = SamplingParams(max_tokens=max_tokens or DEFAULT_TOKENS, ignore_eos=ignore_eos)
-    rows = []
+    rows, num_bad = [], 0
     with open_input(source) as opened:
         for row in islice(read_requests(opened, params, inputs), most):
             if isinstance(row, Request):
                 own = min(row.params.max_tokens, max_tokens or row.params.max_tokens)
                 rows.append(replace(row, params=replace(row.params, max_tokens=own)))
             else:
+                num_bad += 1
                 click.echo(f"left out: {source}:{row.line}: {row.error}", err=True)
-    return tuple(rows)
+    return tuple(rows), num_bad

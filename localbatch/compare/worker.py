@@ -108,7 +108,8 @@ def measure(
     for opened in mode.prepare():
         warm_up(opened, bench.prompts[bench.requests[0].index])
     outcome = Outcome(
-        task.mode, setup_s=clock() - began, batch_rows=mode.batch_rows, width=mode.width,
+        task.mode, setup_s=clock() - began, batch_rows=mode.batch_rows,
+        width=min(mode.width, len(bench.requests)),
         lanes=mode.lanes, layout=task.config.kv_layout.value, numerics=mode.numerics,
     )  # fmt: skip
     trace.start(wait_for_start())
