@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from localbatch.data.errors import OutputError
 from localbatch.data.request import Completion, FinishReason, Timings, Usage, failed_completion
-from localbatch.formats import outputs
+from localbatch.formats import new_file
 from localbatch.formats.outputs import (
     OrderedWriter,
     OutputClosedError,
@@ -110,6 +110,34 @@ def test_the_target_changes_at_the_end_only(tmp_path: Path) -> None:
 
     write_lines(str(target), lines())
     assert target.read_text() == "a\nb\n"
+
+
+_WRITER = """
+import sys, time
+from localbatch.formats.outputs import write_lines
+
+def lines():
+    yield "half"
+    print("writing", flush=True)
+    time.sleep(60)
+
+write_lines(sys.argv[1], lines())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="uses SIGKILL")
+def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
+    """The next one removes it; while a writer lives, its file stays."""
+    target = tmp_path / "out.jsonl"
+    with subprocess.Popen([sys.executable, "-c", _WRITER, target], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"writing\n"
+        assert write_lines(str(target), ["while it lives"]) == 1
+        assert_names(tmp_path, "out.jsonl", "out.jsonl.localbatch.part")
+        other.kill()
+    assert write_lines(str(target), ["later"]) == 1
+    assert target.read_text() == "later\n"
+    assert_names(tmp_path, "out.jsonl")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -224,7 +252,7 @@ def test_a_read_only_place_is_refused_at_once(
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(outputs, "open", denied, raising=False)
+        patch.setattr(new_file, "open", denied, raising=False)
         with pytest.raises(OutputError) as in_folder:
             check_target(str(target))
     assert expected == str(in_folder.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +14,8 @@ from typing import Any, BinaryIO
 from localbatch.data.errors import OutputError
 from localbatch.data.request import Completion
 from localbatch.formats.archives import packer, split_name
+from localbatch.formats.new_file import NewFile
 from localbatch.formats.records import json_line, record
-
-_NAME_CHARS = 40  # of the target's name in the temporary file's: 255 bytes is the usual limit
 
 
 class OutputClosedError(OutputError):
@@ -42,7 +40,7 @@ def check_target(target: str) -> None:
 def write_lines(target: str, lines: Iterable[str]) -> int:
     """Replace a file by these lines, all or none; returns how many there were.
 
-    A file grows under a temporary name beside `target` (`NAME.….part`), so `target` is never
+    A file grows under a temporary name beside it (`NAME.localbatch.part`), so `target` is never
     half-written, and what was there before stays until then and hands on its permissions.
     """
     number = 0
@@ -140,56 +138,6 @@ class OrderedWriter:
         del self._early[index]
 
 
-class _NewFile:
-    """A file that replaces `target` when it is finished; until then, and if that fails, it stays.
-
-    What was written is not lost: it comes from a journal.
-    """
-
-    def __init__(self, target: str, old_mode: int | None) -> None:
-        self._target = target
-        self._path = os.path.realpath(target)  # a link stays, the file it leads to is replaced
-        folder, name = os.path.split(self._path)
-        part = f"{name[:_NAME_CHARS]}.{secrets.token_hex(4)}.part"
-        self._part = os.path.join(folder, part)
-        self._file = open(self._part, "xb")  # noqa: SIM115 - lives as long as this
-        if old_mode is not None:
-            with suppress(OSError):  # not every file system has permissions
-                os.chmod(self._part, stat.S_IMODE(old_mode))
-
-    def put(self, line: bytes) -> None:
-        try:
-            self._file.write(line)
-        except OSError as error:
-            raise self._failure("writing failed", error) from None
-
-    def finish(self) -> None:
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-        except OSError as error:
-            raise self._failure("writing failed", error) from None
-        try:
-            os.replace(self._part, self._path)
-        except OSError as error:
-            raise self._failure("can't be replaced", error) from None
-
-    def discard(self) -> None:
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):
-            os.unlink(self._part)
-
-    def _failure(self, what: str, error: OSError) -> OutputError:
-        self.discard()
-        return OutputError(
-            f"{self._target}: {what} ({error.strerror}); the answers are safe in the journal: "
-            "make room and run the same command again, or write them elsewhere with "
-            "`localbatch export`"
-        )
-
-
 class _Stream:
     """Standard output, a pipe or a device: what is written is gone."""
 
@@ -216,7 +164,7 @@ class _Stream:
     discard = finish
 
 
-def _open_sink(target: str) -> _NewFile | _Stream:
+def _open_sink(target: str) -> NewFile | _Stream:
     try:
         if target == "-":
             return _standard_output()
@@ -224,7 +172,7 @@ def _open_sink(target: str) -> _NewFile | _Stream:
             raise OutputError(f"{target!r}: names no file; give the output file a name")
         mode = _mode(target)
         if mode is None or stat.S_ISREG(mode):
-            return _NewFile(target, mode)
+            return NewFile(target, mode)
         if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
             return _Stream(target, open(target, "wb", buffering=0), is_ours=True)
     except FileNotFoundError:
@@ -237,7 +185,7 @@ def _open_sink(target: str) -> _NewFile | _Stream:
 
 def _open_stream(target: str) -> _Stream:
     sink = _open_sink(target)
-    if isinstance(sink, _NewFile):
+    if isinstance(sink, NewFile):
         sink.discard()
         raise ValueError(f"{target}: is a file; use write_lines")
     return sink
