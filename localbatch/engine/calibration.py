@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
+from functools import cached_property
+from statistics import fmean, median
 from typing import TypeAlias
 
 from localbatch.data.request import Request
@@ -71,10 +72,19 @@ class Rates:
     def step_s(self, num_rows: int, cells: int = 1) -> float:
         """Return the seconds of a decode step whose longest row has so many cells."""
         first = _interpolated(self.steps, num_rows)
+        return first + num_rows * self.row_depth_s * ((cells - 1) // SHALLOW)
+
+    @cached_property
+    def row_depth_s(self) -> float:
+        """Seconds of a decode step for each row and each further `SHALLOW` cells.
+
+        A row's attention takes as long beside others as alone, so all sizes tell the same, and the
+        median of them is not misled by a disturbed measurement, which depth would multiply.
+        """
         if self.deep_steps is None:
-            return first
-        more = max(0.0, _interpolated(self.deep_steps, num_rows) - first)
-        return first + more * ((cells - 1) // SHALLOW)
+            return 0.0
+        pairs = zip(self.steps, self.deep_steps, strict=True)
+        return max(0.0, median((deep - first) / rows for (rows, first), (_, deep) in pairs))
 
     def to_json(self) -> str:
         """Return the rates as text."""
