@@ -23,7 +23,7 @@ from localbatch.scheduler.prefixes import Prefix
 
 RATES = Rates(0.01, ((1, 1.0), (4, 2.5), (8, 4.0)))
 DEEP_RATES = Rates(
-    0.01, ((1, 1.0), (4, 2.5)), deep_prompt_token_s=0.03, deep_steps=((1, 2.0), (4, 4.5)),
+    0.01, ((1, 1.0), (4, 2.5)), deep_prompt_token_s=0.03, deep_steps=((1, 2.0), (4, 6.5)),
     open_byte_s=0.5,
 )  # fmt: skip
 
@@ -38,11 +38,19 @@ class TestRates:
 
     @pytest.mark.parametrize(
         ("rows", "cells", "seconds"),
-        [(1, 256, 1.0), (1, 257, 2.0), (1, 512, 2.0), (1, 513, 3.0), (4, 800, 8.5), (8, 1, 5.0)],
+        [(1, 256, 1.0), (1, 257, 2.0), (1, 512, 2.0), (1, 513, 3.0), (4, 800, 14.5), (8, 1, 5.0)],
     )
     def test_steps_at_depth(self, rows: int, cells: int, seconds: float) -> None:
-        """Each 256 cells more cost the same."""
+        """Each 256 cells more cost each row a second."""
         assert DEEP_RATES.step_s(rows, cells) == seconds
+
+    def test_a_disturbed_measurement_of_depth(self) -> None:
+        """One size that says that depth costs nothing does not make deep rows cheap."""
+        rates = Rates(
+            0.01, ((1, 1.0), (4, 2.5), (16, 8.0)), deep_prompt_token_s=0.03,
+            deep_steps=((1, 1.5), (4, 2.5), (16, 16.0)),
+        )  # fmt: skip
+        assert rates.step_s(4, 5 * 256) == 2.5 + 4 * 4 * 0.5
 
     @pytest.mark.parametrize(
         ("start", "end", "seconds"),
@@ -66,7 +74,7 @@ class TestRates:
             RATES.to_json().replace("[[1, 1.0], [4, 2.5], [8, 4.0]]", "[]"),
             RATES.to_json().replace("0.01", "0"),
             RATES.to_json().replace("2.5", "-1"),
-            DEEP_RATES.to_json().replace("4.5", "-1"),
+            DEEP_RATES.to_json().replace("6.5", "-1"),
         ],
     )
     def test_nonsense_is_refused(self, text: str) -> None:
@@ -114,7 +122,7 @@ class TestExpectedSeconds:
 
         seconds = expected_seconds(rows, Layout(1, 1, 2), DEEP_RATES)
 
-        assert seconds == pytest.approx(prompts + 2 * (1.5 + 4 / 3) + 2 * 1.0)
+        assert seconds == pytest.approx(prompts + 2 * (1.5 + 2 * 1.0) + 2 * 1.0)
 
     def test_making_slots_takes_time(self) -> None:
         """Half a second for a byte: 2 lanes of 3 slots of 10 bytes."""
