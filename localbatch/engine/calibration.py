@@ -138,7 +138,7 @@ def rates_of(
     `None` for what is no file, or too slow.
     """
     try:
-        key = fact_key("rates 5", model, len(backends), context, backends[0].build)
+        key = fact_key("rates 6", model, len(backends), context, backends[0].build)
     except OSError:
         return None
     cache = FactCache()
@@ -159,11 +159,11 @@ def measure(backends: Sequence[Backend], context: ContextConfig, budget_s: float
     slows one down; of several lanes the mean, since each takes as many rows as it gets done.
     """
     started = time.perf_counter()
-    probes = [_Probe(backend, context) for backend in backends]
     num_bytes = context.num_cells * backends[0].card.kv_bytes_per_cell * len(backends)
-    open_byte_s = sum(backend.open_s for backend in backends) / max(1, num_bytes)
     sizes = sorted({min(rows, context.num_slots) for rows in ROWS}, reverse=True)
-    with ThreadPoolExecutor(len(probes)) as threads:
+    with ThreadPoolExecutor(len(backends)) as threads:
+        probes = [threads.submit(_Probe, backend, context).result() for backend in backends]
+        open_byte_s = sum(backend.open_s for backend in backends) / max(1, num_bytes)
 
         def mean(action: Callable[[_Probe, int], float], size: int) -> float:
             return fmean(threads.map(action, probes, itertools.repeat(size)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from localbatch.data.config import EngineConfig, KVLayout, Order
@@ -28,11 +28,11 @@ __all__ = ["Engine", "EngineStats", "TextPiece"]
 _GROUP = 4
 _AHEAD_TOKENS = 1024
 """Prompt tokens that a lane has waiting."""
-_WORTH_THREADS_BYTES = 350_000_000
+_WORTH_THREADS_BYTES = 50_000_000
 """Weights times rows of a step that more threads make faster, by measurements: with 1 and 4 rows of
-a model of 100 MB, two threads take 1.3 and 0.7 times as long as one."""
+a model of 100 MB, two threads take 0.6 times as long as one."""
 _LONGEST_S = 0.05
-"""How long a lane computes by itself before it is given new rows and asked for what is done."""
+"""How long one of several lanes computes before it is given new rows and asked for what is done."""
 
 
 @dataclass
@@ -72,8 +72,8 @@ class Engine:
     """Runs requests through a backend's contexts by continuous batching.
 
     The contexts are made when the first requests are known, and made anew, between rows, when later
-    ones are longer than they allow. With several lanes each computes in a thread of its own; all
-    else happens in the caller's.
+    ones are longer than they allow. Each lane computes in a thread of its own; all else happens in
+    the caller's.
     """
 
     def __init__(self, backend: Backend, config: EngineConfig) -> None:
@@ -84,7 +84,6 @@ class Engine:
         self._answers = Answers()
         self._texts = ReasoningTexts(backend, config.chat_template)
         self._group = LaneGroup(backend, config)
-        self._threads: ThreadPoolExecutor | None = None
         self._advancing: dict[Future[list[Event]], Lane] = {}
 
     @property
@@ -183,8 +182,6 @@ class Engine:
         at_rest = not self._advancing and not any(lane.has_work for lane in self.lanes)
         if self._queue and at_rest:
             self._group.fit([row.sequence for row in self._queue], self.longest_row())
-            if len(self.lanes) > 1 and self._threads is None:
-                self._threads = ThreadPoolExecutor(thread_name_prefix="lane")
 
     def step(self) -> list[Completion | TextPiece]:
         """Compute until there is something new; returns it, or nothing after a short time."""
@@ -192,24 +189,20 @@ class Engine:
         busy = set(self._advancing.values())
         idle = [lane for lane in self.lanes if lane not in busy]
         self._assign(idle)
-        if len(self.lanes) == 1:
-            return self._of_rows(self.lanes[0].advance())
-        assert self._threads is not None
         self._share_threads(idle)
+        longest_s = _LONGEST_S if len(self.lanes) > 1 else 0.0
         for lane in idle:
             if lane.has_work:
                 more = bool(self._queue)
-                future = self._threads.submit(lane.advance, _LONGEST_S, more_rows=more)
-                self._advancing[future] = lane
+                self._advancing[lane.begin(longest_s, more_rows=more)] = lane
         return self._of_rows(self._collect())
 
     def close(self) -> None:
         """Free the contexts that the engine made."""
         self._collect(wait_for_all=True)
-        if self._threads is not None:
-            self._threads.shutdown()
+        self.lanes[0].rest()
         for lane in self.lanes[1:]:
-            lane.backend.close()
+            lane.close()
 
     def _of_rows(self, events: list[Event]) -> list[Completion | TextPiece]:
         return self._answers.collect(events, streams_text=self.streams_text)
@@ -257,6 +250,8 @@ class Engine:
         threads = self._group.context.threads
         working = sum(lane.has_work for lane in self.lanes)
         for lane in idle:
+            if not lane.has_work:
+                lane.rest()
             if lane.has_work:
                 step_bytes = lane.num_rows * self.backend.card.file_bytes
                 alone = not self._queue and step_bytes >= _WORTH_THREADS_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ from localbatch.engine.backend import Backend, ContextConfig, Numerics
 from localbatch.engine.sampling import sample
 from localbatch.engine.sizing import block_of
 from localbatch.engine.text import TextStream
+from localbatch.engine.threads import ComputeThread
 from localbatch.scheduler.plan import PlanRow, StepPlan
 from localbatch.scheduler.prefixes import Prefix
 from localbatch.scheduler.scheduler import Scheduler
@@ -79,7 +81,10 @@ def weight_of(sequence: TokenSequence) -> int:
 
 
 class Lane:
-    """Runs rows through one context by continuous batching; one thread at a time may use it."""
+    """Runs rows through one context by continuous batching, in a thread of its own.
+
+    While it advances, nobody else may use it.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -91,13 +96,15 @@ class Lane:
         """The longest prefix of the row that was added last."""
         self._rows: dict[int, Row] = {}  # by id() of the sequence
         self._scheduler: Scheduler | None = None
+        self._thread = ComputeThread()
         self._threads = 0
         self._admit_together = 1
 
     def open(self, context: ContextConfig) -> Numerics:
         """Make the context anew; the lane must be empty."""
         assert not self._rows, "rows are lost with their context"
-        numerics = self.backend.open(context)
+        self.rest()
+        numerics = self._thread.begin(self.backend.open, context).result()
         self._threads = context.threads
         self._admit_together = context.admit_together
         self._scheduler = Scheduler(
@@ -125,8 +132,19 @@ class Lane:
     def use_threads(self, threads: int) -> None:
         """Compute with so many threads from now on."""
         if threads != self._threads:
+            if threads < self._threads:
+                self.rest()
             self.backend.set_threads(threads)
             self._threads = threads
+
+    def rest(self) -> None:
+        """End the lane's thread, with its helpers, until it is needed again."""
+        self._thread.end()
+
+    def close(self) -> None:
+        """Free the context."""
+        self.rest()
+        self.backend.close()
 
     @property
     def num_free(self) -> int:
@@ -157,6 +175,10 @@ class Lane:
         for row in rows.values():
             self._opened.finish(row.sequence, FinishReason.ABORTED)
         return [self.ended(row) for row in rows.values()]
+
+    def begin(self, longest_s: float, *, more_rows: bool) -> Future[list[Event]]:
+        """Advance in the lane's thread."""
+        return self._thread.begin(self.advance, longest_s, more_rows=more_rows)
 
     def advance(self, longest_s: float = 0.0, *, more_rows: bool = False) -> list[Event]:
         """Compute a step, or more until there is something to report or the time is over.

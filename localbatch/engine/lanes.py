@@ -103,7 +103,7 @@ class LaneGroup:
 
     def _resize(self, num_lanes: int) -> None:
         while len(self.lanes) > num_lanes:
-            self.lanes.pop().backend.close()
+            self.lanes.pop().close()
         while len(self.lanes) < num_lanes:
             self.lanes.append(Lane(self._backend.sibling()))
             self.counters.append(self.lanes[-1].counters)
@@ -111,6 +111,8 @@ class LaneGroup:
     def _rates(self, cells: int, layout: Layout, budget_s: float) -> Rates | None:
         """Return how fast a layout is for rows of so many cells; contexts must be made anew."""
         self._resize(layout.lanes)
+        for lane in self.lanes:
+            lane.rest()
         cells, most = (SHALLOW, MOST_ROWS) if cells <= SHALLOW else (DEEP, MOST_DEEP_ROWS)
         context = fit_context(
             self._config, self._backend.card, min(layout.slots, most) * layout.lanes, cells,

@@ -24,6 +24,7 @@ from localbatch.engine.machine import available_memory
 from localbatch.engine.numerics import cuts_alike_of, numerics_of, padded
 from localbatch.engine.placement import ON_CPU, Gpu, Placement, place
 from localbatch.engine.sizing import BLOCK
+from localbatch.engine.threads import apart
 from localbatch.scheduler.plan import PlanRow, StepPlan
 from localbatch.scheduler.prefixes import LEAST_ROWS
 
@@ -52,8 +53,8 @@ class LlamaBackend:
         metadata_only: bool = False,
     ) -> None:
         names = [gpu.name for gpu in placement.gpus]
-        loaded = binding.Model(
-            model, gpu_layers=placement.layers,
+        loaded = apart(  # weights are rearranged by several threads
+            binding.Model, model, gpu_layers=placement.layers,
             devices=[device for device in binding.gpu_devices() if device.name in names],
             split_mode=placement.split_mode.value, tensor_split=tensor_split,
             metadata_only=metadata_only,

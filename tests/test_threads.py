@@ -1,0 +1,98 @@
+"""Nothing that computed leaves helpers behind: they would slow down all that computes later."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from localbatch.data.config import EngineConfig
+from localbatch.engine.backend import ContextConfig
+from localbatch.engine.calibration import measure
+from localbatch.engine.engine import Engine
+from localbatch.engine.llama import LlamaBackend
+from localbatch.engine.threads import ComputeThread, apart
+from tests.factories import create_requests
+
+TASKS = Path("/proc/self/task")
+
+
+def num_threads() -> int:
+    """Threads of this process by the kernel's count, OpenMP's helpers included."""
+    return len(os.listdir(TASKS))
+
+
+def falls_to(number: int) -> bool:
+    """Whether so few are left soon: helpers end a moment after their thread."""
+    for _ in range(100):
+        if num_threads() <= number:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+class TestComputeThread:
+    def test_calls_are_made_one_after_another_in_one_thread(self) -> None:
+        thread = ComputeThread()
+        first, second = (thread.begin(threading.get_ident) for _ in range(2))
+        assert first.result() == second.result() != threading.get_ident()
+        thread.end()
+
+    def test_it_ends_and_starts_again(self) -> None:
+        before = threading.active_count()
+        thread = ComputeThread()
+        thread.end()
+        for _ in range(2):
+            assert thread.begin(threading.active_count).result() == before + 1
+            thread.end()
+            assert threading.active_count() == before
+
+    def test_apart_raises_what_is_raised_and_leaves_no_thread(self) -> None:
+        before = threading.active_count()
+        assert apart(divmod, 7, 2) == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            apart(divmod, 7, 0)
+        assert threading.active_count() == before
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="counts threads in /proc, as Linux has it")
+class TestHelpers:
+    def test_of_an_engine(self, tiny_model: Path) -> None:
+        """It computes with a helper, and after its end and the model's there is none."""
+        before = num_threads()
+        backend = LlamaBackend(str(tiny_model))
+        assert falls_to(before)
+        engine = Engine(backend, EngineConfig(str(tiny_model), lanes=1, threads=2))
+        engine.submit(create_requests(2, 5, first=0, max_tokens=8, ignore_eos=True))
+        most = 0
+        while engine.has_work:
+            engine.step()
+            most = max(most, num_threads())
+        assert most >= before + 2
+        engine.close()
+        backend.close()
+        assert falls_to(before)
+
+    def test_of_a_measurement(self, tiny_model: Path) -> None:
+        before = num_threads()
+        backend = LlamaBackend(str(tiny_model))
+        context = ContextConfig(4, 256, None, chunk=128, threads=2)
+        assert measure([backend], context, 10.0) is not None
+        assert falls_to(before)
+        backend.close()
+
+    def test_of_a_lane_with_fewer_threads(self, tiny_model: Path) -> None:
+        """A lane that gives threads back gives the helpers back, too."""
+        backend = LlamaBackend(str(tiny_model))
+        engine = Engine(backend, EngineConfig(str(tiny_model), lanes=1, threads=2))
+        engine.submit(create_requests(1, 5, first=0, max_tokens=8, ignore_eos=True))
+        engine.step()
+        lane = engine.lanes[0]
+        before = num_threads()
+        lane.use_threads(1)
+        assert falls_to(before - 2)
+        engine.close()
+        backend.close()
