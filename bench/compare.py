@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from typing import Any
 
 from peers import server, xllama
 from peers.job import Job, to_json
-from peers.machine import SPIN_NAMES, environment, machine, versions
+from peers.machine import SPIN_NAMES, machine, versions
 from peers.report import document
 from peers.rounds import Results, figures, find_best, run_rounds
 from peers.settings import positive, server_settings, setting, variant
@@ -198,7 +199,7 @@ def write(args: argparse.Namespace, all_results: list[Results]) -> str:
     if args.markdown:
         args.markdown.write_text(text, "utf-8")
     if args.json:
-        spin = {name: environment().get(name) for name in SPIN_NAMES}
+        spin = {name: os.environ.get(name) for name in SPIN_NAMES}
         everything = {
             "machine": here, "versions": numbers, "arguments": vars(args), "environment": spin,
             "command": [sys.executable, *sys.argv],

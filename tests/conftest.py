@@ -11,7 +11,7 @@ import pytest
 
 # Two threads of llama.cpp that spin for milliseconds take 20 times as long beside another process
 # (localbatch/engine/client.py); GNU's OpenMP reads this when llama.cpp is loaded.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 from localbatch.models.catalog import load_catalog, model_path, models_folder
 from tests import tiny_gguf

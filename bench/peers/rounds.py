@@ -15,7 +15,6 @@ import psutil
 
 from peers.grid import Settings, Trial, best, label, search
 from peers.job import BenchError, Job, Measurement, Row, check, to_json
-from peers.machine import environment
 
 SCRIPT = Path(__file__).parent.parent / "compare.py"
 _LIMIT_S = 2 * 3600
@@ -48,7 +47,7 @@ class Results:
 def run_job(job: Job) -> Measurement:
     """Measure in a fresh process; raises `BenchError` if that fails."""
     process = subprocess.Popen(
-        command(job), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        command(job), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         output, errors = process.communicate(timeout=job.limit_s or _LIMIT_S)

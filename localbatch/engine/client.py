@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import platform
 import queue
 import signal
 import subprocess
@@ -41,7 +42,9 @@ HANG_S = 300.0
 """A worker that gets nothing done for so long, while it has rows, is taken for dead. The slowest
 single computation, 128 tokens of a very large model on a CPU, takes about half of it."""
 
-_SPINS = "20000"
+_SPINS = "5000" if platform.machine() in ("x86_64", "AMD64") else "20000"
+"""How often OpenMP's threads look before they sleep: about 0.1 ms. On x86 each look has a pause of
+some dozen nanoseconds."""
 _KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(32 << 20)}
 _CODE = "import sys; sys.path[:] = {path!r}; from localbatch.engine.worker import main; main()"
 
@@ -250,7 +253,8 @@ def worker_environment() -> dict[str, str]:
 
     llama.cpp's threads wait for each other some hundred times a step, spinning. With the default
     of GNU's OpenMP, which is to spin for milliseconds, another busy process on the same cores makes
-    a step take 20 times as long; with a short spin it takes its share. An idle machine is as fast.
+    a step take some ten times as long as with a short spin, which takes its share. An idle machine
+    is as fast.
     With many sequences llama.cpp allocates and frees megabytes in each step, to be able to undo it.
     GNU's malloc would give them back to the system each time: of the milliseconds that 256 rows
     take outside of the kernels, that is a third.
