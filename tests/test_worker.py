@@ -263,7 +263,8 @@ class TestProcess:
         monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
         monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
         assert client_module.worker_environment() == {
-            **os.environ, "GOMP_SPINCOUNT": client_module._SPINS, "MALLOC_TOP_PAD_": str(32 * 1024 * 1024),
+            **os.environ, "GOMP_SPINCOUNT": client_module._SPINS,
+            "MALLOC_TOP_PAD_": str(32 * 1024 * 1024),
         }  # fmt: skip
 
         monkeypatch.setenv("GOMP_SPINCOUNT", "5")
