@@ -49,7 +49,7 @@ from localbatch.compare.sweep_report import sweep_text
 from localbatch.compare.task import MadeUpRows, Outcome, Task, comparable, joined
 from localbatch.compare.trace import Span, Step, Trace, TracedBackend, spans, step_of
 from localbatch.compare.worker import measure, numbered
-from localbatch.data.config import EngineConfig, KVLayout
+from localbatch.data.config import EngineConfig, KVLayout, SplitMode
 from localbatch.data.errors import ConfigError, EngineError, WorkerError
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
@@ -453,6 +453,7 @@ class TestTasks:
             ({"requests": ()}, "no row that can be run"),
             ({"modes": ("static", "stat")}, "modes: 'stat' is not one of sequential, "),
             ({"rounds": 0}, "rounds: must be from 1 to 1000, not 0"),
+            ({"instances": 513}, "instances: must be from 1 to 512, not 513"),
             ({"batch": 2000}, "batch: must be from 1 to 1024, not 2000"),
         ],
     )
@@ -846,6 +847,101 @@ class TestProcesses:
             run_task(Task("sequential", EngineConfig(model="f", backend="fake", ctx=8), ROWS[:1]))
 
 
+class TestPlacement:
+    """Of two fake GPUs the second one is asked for, or both."""
+
+    SECOND = replace(FAKE, fake_gpus=2, devices=("FAKE1",))
+    BOTH = replace(
+        FAKE, fake_gpus=2, split_mode=SplitMode.ROW, tensor_split=(3.0, 1.0), gpu_layers=7
+    )
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_every_mode_gets_the_gpu_options(self, mode: str) -> None:
+        """Its processes put the model where it is wanted."""
+        task = tasks_of(CompareConfig(self.BOTH, ROWS, modes=(mode,), instances=2))[mode]
+        assert (task.config.tensor_split, task.config.devices) == ((3.0, 1.0), None)
+        said = run_task(task).placement
+        assert said.startswith("7 layers on FAKE0 (")
+        assert said.endswith("split by rows")
+        one = replace(task, config=replace(self.SECOND, threads=task.config.threads))
+        assert run_task(one).placement.startswith("all layers on FAKE1 (")
+
+    @pytest.mark.parametrize("scheme", ["static", "continuous", "sequential"])
+    def test_a_sweep_gets_them(self, scheme: str) -> None:
+        """Each point of each curve, and the rows one at a time."""
+        seen: list[Task] = []
+
+        def run(task: Task) -> Outcome:
+            seen.append(task)
+            return measured(task.mode, rows_of((5, 3)))
+
+        sweep(SweepConfig(self.BOTH, sizes=(1,), rounds=1), run=run)
+        assert {task.config.tensor_split for task in seen if task.mode == scheme} == {(3.0, 1.0)}
+
+    def test_margins_get_them(self) -> None:
+        """They are computed where the rows were."""
+        asked: list[MarginTask] = []
+
+        def run(task: Task) -> Outcome:
+            outcome = measured(task.mode, ROWS)
+            if task.mode == "static":
+                outcome.tokens[2] = (9,)
+            return outcome
+
+        def look(task: MarginTask) -> list[float]:
+            asked.append(task)
+            return [0.5]
+
+        config = CompareConfig(self.SECOND, ROWS, modes=("static",), rounds=1)
+        compare(config, run=run, look=look)
+        assert asked[0].config == self.SECOND
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [("--devices", "CUDA0"), ("--gpu-layers", "5"), ("--tensor-split", "3,1"),
+         ("--split-mode", "layer")],
+    )  # fmt: skip
+    @pytest.mark.parametrize("command", ["run", "compare", "sweep"])
+    def test_without_a_gpu_they_are_refused(
+        self, tmp_path: Path, command: str, option: str, value: str
+    ) -> None:
+        """With the same one line by all commands, before anything is measured."""
+        source = tmp_path / "in.txt"
+        source.write_text("x\n")
+        rows = [] if command == "sweep" else [str(source)]
+        arguments = [command, "fake", *rows, "--backend", "fake", option, value]
+        result = CliRunner().invoke(main, arguments)
+
+        assert result.exit_code == 2
+        assert result.stderr == (
+            f"Error: {option}: there is no GPU that llama.cpp can use; leave it out, or install "
+            "llama-cpp-python built for your GPU (docs/install.md)\n"
+        )
+
+    def test_options_reach_the_processes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Both commands hand all four over."""
+        seen: list[EngineConfig] = []
+
+        def look(config: EngineConfig) -> None:
+            seen.append(config)
+            raise EngineError("seen")
+
+        monkeypatch.setattr("localbatch.compare.process.read_card", look)
+        source = tmp_path / "in.txt"
+        source.write_text("x\n")
+        options = ["--devices", "A, B", "--split-mode", "row", "--tensor-split", "3,1"]
+        for command in (["compare", "fake", str(source)], ["sweep", "fake"]):
+            result = CliRunner().invoke(
+                main, [*command, "--backend", "fake", *options, "--gpu-layers", "7"]
+            )
+            assert result.stderr == "Error: seen\n"
+            found = seen.pop()
+            assert (found.devices, found.split_mode) == (("A", "B"), SplitMode.ROW)
+            assert (found.tensor_split, found.gpu_layers) == ((3.0, 1.0), 7)
+
+
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a stand-in for NVIDIA's tool first; it counts its calls.
@@ -923,6 +1019,19 @@ class TestCommand:
         assert told["modes"][1]["output_tokens"] == 3 + 64
         assert {"cpu", "cores", "memory_bytes"} <= told["machine"].keys()
         assert told["model"] == "fake"
+
+    @pytest.mark.parametrize(
+        ("option", "value", "most"),
+        [("--rows", 0, 1_000_000), ("--rows", -2, 1_000_000), ("--max-tokens", 0, 2**24),
+         ("--rounds", 0, 1000), ("--batch", 1025, 1024), ("--instances", 0, 512)],
+    )  # fmt: skip
+    def test_out_of_range(self, tmp_path: Path, option: str, value: int, most: int) -> None:
+        """One line names the option, its range and the value."""
+        result = self.call(tmp_path, option, str(value))
+
+        assert result.exit_code == 2
+        last = result.stderr.splitlines()[-1]
+        assert last == f"Error: {option}: must be from 1 to {most}, not {value}"
 
     def test_unknown_mode(self, tmp_path: Path) -> None:
         """Is named as the option's, with exit code 2."""

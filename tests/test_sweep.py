@@ -200,10 +200,10 @@ class TestSweep:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"sizes": ()}, "sizes: must be whole numbers from 1 to 1024"),
-            ({"sizes": (1025,)}, "sizes: must be whole numbers from 1 to 1024"),
+            ({"sizes": ()}, "sizes: must be whole numbers from 1 to 1,024, .* found nothing"),
+            ({"sizes": (1, 1025)}, "sizes: must be whole numbers from 1 to 1,024, .* found 1,025"),
             ({"schemes": ("x",)}, "schemes: 'x' is not one of static, continuous"),
-            ({"waves": 0}, "waves: must be at least 1, not 0"),
+            ({"waves": 0}, "waves: must be from 1 to 1000, not 0"),
         ],
     )
     def test_bad_settings(self, settings: dict[str, Any], message: str) -> None:
@@ -236,6 +236,36 @@ class TestCommand:
         assert "static, streams\nbatch  wall s" in result.stdout
         assert "round 1 of 1, static, streams, 2: " in result.stderr
 
-    def test_bad_sizes(self) -> None:
-        """They are wrong usage."""
-        assert self.call("--sizes", "1,x").exit_code == 2
+    @pytest.mark.parametrize(
+        ("sizes", "found"),
+        [("", "nothing"), ("1,,2", "nothing"), ("1,x", "'x'"), ("4,0", "0"), ("-1", "-1"),
+         ("8,2048", "2,048")],
+    )  # fmt: skip
+    def test_bad_sizes(self, sizes: str, found: str) -> None:
+        """They are wrong usage; the one line names what was wrong."""
+        result = self.call(f"--sizes={sizes}")
+
+        assert result.exit_code == 2
+        assert result.stderr == (
+            f"Error: --sizes: must be whole numbers from 1 to 1,024, as 1,2,4; found {found}\n"
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "context"),
+        [(["--prompt-tokens", "4093"], "4,096 (the model's)"),
+         (["--prompt-tokens", "4093", "--ctx", "4090"], "4,090 (--ctx)")],
+    )  # fmt: skip
+    def test_rows_longer_than_the_context(self, options: list[str], context: str) -> None:
+        """4,093 + 4 tokens are one more than the fake model's 4,096; nothing is measured."""
+        result = self.call(*options)
+
+        assert result.exit_code == 2
+        assert result.stderr == (
+            "Error: --prompt-tokens: 4,093 and --max-tokens 4 are 4,097 tokens a row, "
+            f"more than the context of {context}\n"
+        )
+
+    def test_rows_as_long_as_the_context(self) -> None:
+        """4,092 + 4 are measured."""
+        options = ("--sizes", "1", "--schemes", "static", "--kv-layout", "streams", "--no-check")
+        assert self.call("--prompt-tokens", "4092", *options).exit_code == 0

@@ -15,7 +15,7 @@ from localbatch.compare.process import run_margins, run_task
 from localbatch.compare.reasons import reasons
 from localbatch.compare.report import Comparison, ModeReport, Spread, spread
 from localbatch.compare.rounds import Run, Series, Tell, run_rounds
-from localbatch.compare.task import Outcome, Task, comparable
+from localbatch.compare.task import MOST_ROUNDS, Outcome, Task, check_range, comparable
 from localbatch.data.config import EngineConfig, KVLayout
 from localbatch.data.errors import ConfigError, LocalbatchError
 from localbatch.data.request import Request
@@ -59,12 +59,9 @@ class CompareConfig:
             raise ConfigError("the input has no row that can be run")
         if unknown := [mode for mode in self.modes if mode not in MODES]:
             raise ConfigError(f"modes: {unknown[0]!r} is not one of {', '.join(MODES)}")
-        for name, value, most in (
-            ("rounds", self.rounds, 1000), ("batch", self.batch, 1024),
-            ("instances", self.instances, 512),
-        ):  # fmt: skip
-            if value is not None and not 1 <= value <= most:
-                raise ConfigError(f"{name}: must be from 1 to {most}, not {value}")
+        check_range("rounds", self.rounds, 1, MOST_ROUNDS)
+        check_range("batch", self.batch, 1, 1024)
+        check_range("instances", self.instances, 1, 512)
 
 
 def compare(

@@ -62,6 +62,7 @@ class ModeReport:
             "processes": self.sample.processes, "lanes": self.sample.lanes,
             "threads": self.sample.threads, "rows_alive": self.sample.width,
             "batch_rows": self.sample.batch_rows, "layout": self.sample.layout,
+            "placement": self.sample.placement,
             "speedup": self.speedup.median, "speedup_range": list(self.speedup[1:]),
             "efficiency": self.efficiency, "agreement": agreement_dict(self.agreement),
         }  # fmt: skip

@@ -16,17 +16,30 @@ from localbatch.compare.modes import Continuous, Sequential, Static
 from localbatch.compare.process import run_task
 from localbatch.compare.report import agreement_dict
 from localbatch.compare.rounds import Run, Series, Tell, run_rounds
-from localbatch.compare.task import MadeUpRows, Outcome, Task
+from localbatch.compare.task import (
+    MOST_ROUNDS,
+    MOST_TOKENS,
+    MadeUpRows,
+    Outcome,
+    Task,
+    check_range,
+)
 from localbatch.data.config import MAX_SLOTS, EngineConfig, KVLayout
 from localbatch.data.errors import ConfigError, EngineError, LocalbatchError
 from localbatch.engine.backend import Numerics
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_ROWS = 1024
+MOST_WAVES = 1000
 SCHEMES = (Static.name, Continuous.name)
 
 FLAT = 0.1
 """A doubling of the batch that gives less than this share more is not worth it."""
+
+
+def bad_size(found: str) -> str:
+    """Say that something is no batch size."""
+    return f"sizes: must be whole numbers from 1 to {MOST_ROWS:,}, as 1,2,4; found {found}"
 
 
 @dataclass(frozen=True)
@@ -46,15 +59,29 @@ class SweepConfig:
     """Also run the rows one at a time, once and outside of all figures, and compare answers."""
     name: str = ""
     """What the report calls the model."""
+    max_ctx: int | None = None
+    """Context of the model in tokens, if it is known: rows must fit it, or that of `engine`."""
 
     def __post_init__(self) -> None:
-        if not self.sizes or not all(1 <= size <= MOST_ROWS for size in self.sizes):
-            raise ConfigError(f"sizes: must be whole numbers from 1 to {MOST_ROWS}")
+        wrong = [f"{size:,}" for size in self.sizes if not 1 <= size <= MOST_ROWS]
+        if wrong or not self.sizes:
+            raise ConfigError(bad_size(wrong[0] if wrong else "nothing"))
         if unknown := [name for name in self.schemes if name not in SCHEMES]:
             raise ConfigError(f"schemes: {unknown[0]!r} is not one of {', '.join(SCHEMES)}")
-        for name in ("prompt_tokens", "max_tokens", "rounds", "waves"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        check_range("prompt_tokens", self.prompt_tokens, 1, MOST_TOKENS)
+        check_range("max_tokens", self.max_tokens, 1, MOST_TOKENS)
+        check_range("rounds", self.rounds, 1, MOST_ROUNDS)
+        check_range("waves", self.waves, 1, MOST_WAVES)
+        longest, whose = (
+            self.engine.ctx or self.max_ctx,
+            "--ctx" if self.engine.ctx else "the model's",
+        )
+        needed = self.prompt_tokens + self.max_tokens
+        if longest and needed > longest:
+            raise ConfigError(
+                f"prompt_tokens: {self.prompt_tokens:,} and --max-tokens {self.max_tokens:,} are "
+                f"{needed:,} tokens a row, more than the context of {longest:,} ({whose})"
+            )
 
 
 @dataclass(frozen=True)
