@@ -80,15 +80,15 @@ def compare(
     if REFERENCE in series.failed:
         raise ConfigError(f"{REFERENCE} can't be run: {series.failed[REFERENCE]}")
     reference = series.runs[REFERENCE]
-    modes = []
+    modes, found = [], machine()
     for name in (name for name in tasks if name in series.runs):
         report = mode_report(name, series.runs[name], reference)
         base = least_agreement(series.runs[name], reference)[1]
         modes.append(with_margins(report, base, config, look))
     return Comparison(
-        model=config.name or config.engine.model, machine=machine(), rows=len(config.requests),
+        model=config.name or config.engine.model, machine=found, rows=len(config.requests),
         rounds=config.rounds, modes=tuple(modes), failed=series.failed,
-        notes=(*notes_on(series, config), *reasons(modes)),
+        notes=(*notes_on(series, config), *reasons(modes, found["cores"])),
     )  # fmt: skip
 
 
