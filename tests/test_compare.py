@@ -679,6 +679,17 @@ class TestReasons:
             f"no computation had more than {told}, and a batch gains by computing many together"
         )
 
+    def test_few_rows_where_prompts_grew(self) -> None:
+        """Rows computed together make answers faster only; prompts took 4 s longer."""
+        static = self.mode("static", 12, self.prompt(0, 7), self.decode(7, 12, 1))
+        steps = [self.prompt(0, 3, lane) for lane in (0, 1)]
+        two = self.mode("multi-instance", 8, *steps, self.decode(3, 8, 1), self.decode(3, 8, 1, 1),
+                        lanes=2, processes=2)  # fmt: skip
+
+        assert self.line(two, static) == (
+            "prompts took 7.00 s, and 3.00 s in multi-instance in each of 2 that run side by side"
+        )
+
     def test_few_rows_of_both(self) -> None:
         """Where the other had no more at one time, they are not the reason."""
         static = self.mode("static", 10, self.decode(0, 10, 2), batch_rows=2)

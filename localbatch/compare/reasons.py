@@ -123,8 +123,11 @@ def _prompts(mode: ModeReport, other: ModeReport) -> str:
 
 
 def _few_rows(mode: ModeReport, other: ModeReport) -> str:
+    """Whether too little was computed together, if it is the answers that took longer."""
     most = _fullest(mode)
     if mode.mode in _ONE_BY_ONE or not 0 < most <= _FEW_ROWS:
+        return ""
+    if most_grown(mode, other) != "answers":
         return ""
     if other.mode not in _ONE_BY_ONE and most >= _fullest(other):
         return ""
@@ -135,7 +138,7 @@ def _few_rows(mode: ModeReport, other: ModeReport) -> str:
 def _empty_places(mode: ModeReport, other: ModeReport) -> str:
     share, rows = mode.median("occupancy"), mode.median("rows_per_call")
     fuller = other.mode in _ONE_BY_ONE or share < other.median("occupancy")
-    if share >= _MOSTLY or not fuller:
+    if share >= _MOSTLY or not fuller or most_grown(mode, other) != "answers":
         return ""
     return (
         f"only {share:.0%} of its places had a row, {rows:.1f} of {mode.sample.batch_rows} in a "
@@ -145,16 +148,17 @@ def _empty_places(mode: ModeReport, other: ModeReport) -> str:
 
 def _grown(mode: ModeReport, other: ModeReport) -> str:
     """Say which part of the time there is more of."""
-    mine, theirs = parts_of(mode), parts_of(other)
-    more = {name: getattr(mine, name) - getattr(theirs, name) for name in Parts._fields}
-    most = max(more, key=lambda name: more[name])
+    mine, theirs, most = parts_of(mode), parts_of(other), most_grown(mode, other)
     if most == "answers":
         return (
             f"{_step(mode)}, {_step(other)}: {token_ms(mode):.1f} and {token_ms(other):.1f} ms for "
             "each row's token"
         )
     if most == "prompts":
-        return f"prompts took {mine.prompts:.2f} s, and {theirs.prompts:.2f} s in {other.mode}"
+        return (
+            f"prompts took {mine.prompts:.2f} s{_beside(mode)}, and {theirs.prompts:.2f} s in "
+            f"{other.mode}{_beside(other)}"
+        )
     return (
         f"{mine.between:.2f} s of its time lie between computations, and {theirs.between:.2f} s of "
         f"{other.mode}'s: choosing tokens, planning and waiting"
@@ -172,9 +176,13 @@ def _fullest(mode: ModeReport) -> int:
 
 def _step(mode: ModeReport) -> str:
     """Say what a computation of a mode took, and how many there were at one time."""
-    rows, count = mode.median("rows_per_call"), mode.sample.lanes
-    beside = f" in each of {count} that run side by side" if count > 1 else ""
-    return f"{mode.mode} needs {step_ms(mode):.1f} ms for {rows:.1f} rows{beside}"
+    rows = mode.median("rows_per_call")
+    return f"{mode.mode} needs {step_ms(mode):.1f} ms for {rows:.1f} rows{_beside(mode)}"
+
+
+def _beside(mode: ModeReport) -> str:
+    count = mode.sample.lanes
+    return f" in each of {count} that run side by side" if count > 1 else ""
 
 
 class Parts(NamedTuple):
@@ -193,6 +201,12 @@ def parts_of(mode: ModeReport) -> Parts:
     prompts = sum(s for s, decoded in taken if not decoded) / mode.sample.lanes
     answers = sum(s for s, decoded in taken if decoded) / mode.sample.lanes
     return Parts(prompts, answers, mode.sample.wall_s - prompts - answers)
+
+
+def most_grown(mode: ModeReport, other: ModeReport) -> str:
+    """Return the name of the part that took most longer than the other's."""
+    mine, theirs = parts_of(mode)._asdict(), parts_of(other)._asdict()
+    return max(mine, key=lambda name: float(mine[name] - theirs[name]))
 
 
 def prompt_share(mode: ModeReport) -> float:
