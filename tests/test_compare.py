@@ -352,8 +352,8 @@ class TestAgreement:
 
                 return super().forward(plan, listen)
 
-        forks = (Fork(row, (50,), 60, 61), Fork(row, (50,), None, 61))
-        found = margins(Listening(), MarginTask(FAKE, forks))
+        forks = (Fork(0, (50,), 60, 61), Fork(0, (50,), None, 61))
+        found = margins(Listening(), MarginTask(FAKE, (row,), forks))
 
         logits = seen[0]
         assert found == [logits[60] - logits[61], logits[1] - logits[61]]  # 1 ends an answer
@@ -544,7 +544,8 @@ class TestComparison:
         report = compare(config, run=run, look=look)
 
         tokens = measured("sequential", ROWS).tokens[2]
-        assert asked[0].forks == (Fork(ROWS[2], tokens[:1], tokens[1], 9),)
+        assert asked[0].rows == (ROWS[2],)
+        assert asked[0].forks == (Fork(2, tokens[:1], tokens[1], 9),)
         told = report.as_dict()["modes"][1]["agreement"]
         assert (told["identical"], told["rows"]) == (2, 3)
         assert told["differences"] == [
@@ -571,7 +572,7 @@ class TestComparison:
 
         compare(CompareConfig(FAKE, ROWS, modes=("static",), rounds=2), run=run, look=look)
 
-        assert asked[0].forks == (Fork(ROWS[2], (7,), 8, 9),)
+        assert asked[0].forks == (Fork(2, (7,), 8, 9),)
 
     def test_equal_rows_are_told_of(self) -> None:
         """Two of three ask what the first does: the automatic plan computes it once."""

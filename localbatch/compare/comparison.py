@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from localbatch.compare.figures import Agreement, agreement, figures
+from localbatch.compare.forks import Margins, forks_of, with_margins
 from localbatch.compare.machine import machine
-from localbatch.compare.margins import Fork, MarginTask
+from localbatch.compare.margins import MarginTask
 from localbatch.compare.modes import MODES, Sequential
 from localbatch.compare.process import run_margins, run_task
 from localbatch.compare.reasons import reasons
@@ -35,8 +35,6 @@ PADDED = (
     "on this processor continuous batches are padded, so that a row has the same bits in any of "
     "them; all others are not, and answers may differ"
 )
-
-Margins: TypeAlias = Callable[[MarginTask], list[float]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def compare(
     for name in (name for name in tasks if name in series.runs):
         report = mode_report(name, series.runs[name], reference)
         base = least_agreement(series.runs[name], reference)[1]
-        modes.append(with_margins(report, base, config, look))
+        modes.append(looked_at(report, base, config, look))
     return Comparison(
         model=config.name or config.engine.model, machine=found, rows=len(config.requests),
         rounds=config.rounds, modes=tuple(modes), failed=series.failed,
@@ -147,25 +145,21 @@ def least_agreement(
     return min(found, key=lambda one: one[0].identical)
 
 
-def with_margins(
+def looked_at(
     report: ModeReport, base: Outcome, config: CompareConfig, look: Margins
 ) -> ModeReport:
     """Look at how close the first tokens were that differ from a run, for some rows."""
-    found = report.agreement
-    looked_at = found.differences[:_MOST_MARGINS]
-    if not looked_at:
+    forks = forks_of(report.agreement, base.tokens, _MOST_MARGINS)
+    if not forks:
         return report
-    requests = {request.index: request for request in config.requests}
-    forks = tuple(
-        Fork(requests[d.row], base.tokens[d.row][: d.position], d.token, d.other) for d in looked_at
-    )
+    rows = {fork.row for fork in forks}
+    requests = tuple(request for request in config.requests if request.index in rows)
     try:
-        values = look(MarginTask(config.engine, forks))
+        values = look(MarginTask(config.engine, requests, tuple(forks)))
     except LocalbatchError:  # the comparison is worth having without
         return report
-    known = {d.row: value for d, value in zip(looked_at, values, strict=True)}
-    differences = tuple(replace(d, margin=known.get(d.row)) for d in found.differences)
-    return replace(report, agreement=Agreement(found.identical, found.rows, differences))
+    known = dict(zip(forks, values, strict=True))
+    return replace(report, agreement=with_margins(report.agreement, base.tokens, known))
 
 
 def notes_on(series: Series, config: CompareConfig) -> list[str]:

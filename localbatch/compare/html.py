@@ -18,7 +18,7 @@ from localbatch.compare.report import (
 )
 from localbatch.compare.svg import Bar, Line, bars, lines, ranges, timeline
 from localbatch.compare.sweep import Sweep
-from localbatch.compare.sweep_report import columns_of, knee_line
+from localbatch.compare.sweep_report import columns_of, differing_lines, knee_line
 from localbatch.compare.trace import spans
 
 _BREAKS = 400
@@ -113,6 +113,7 @@ def sweep_page(report: Sweep) -> str:
             f"<h2>{escape(curve.scheme)}, {escape(curve.layout)}</h2>",
             f"<p>{escape(knee_line(curve))}</p>",
             html_table(head, [[column.show(p) for column in columns] for p in curve.points]),
+            *(f"<p>{escape(line)}</p>" for line in differing_lines(curve)),
             *(f"<p>{size} rows: not run: {escape(why)}</p>" for size, why in curve.failed.items()),
         ]
     parts += [f"<p>{escape(note)}</p>" for note in report.notes]
