@@ -84,7 +84,10 @@ def differing_lines(curve: Curve) -> list[str]:
     for point in curve.points:
         found = point.agreement.differences if point.agreement is not None else ()
         if found:
-            more = f"; {len(found) - 1} more rows differ" if len(found) > 1 else ""
+            others = len(found) - 1
+            more = (
+                f"; {others} more row{'s differ' if others > 1 else ' differs'}" if others else ""
+            )
             lines.append(f"batch {point.batch}: {difference_text(found[0])}{more}{_most(found)}")
     return lines
 
