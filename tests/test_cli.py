@@ -167,9 +167,9 @@ def test_a_context_larger_than_the_models_is_noted(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     """With a llama.cpp for the CPU, layers on a GPU are a mistake."""
-    from localbatch.engine import binding
+    from localbatch.engine import library
 
-    if binding.supports_gpu():
+    if library.supports_gpu():
         pytest.skip("this llama.cpp is for a GPU")
     source = tmp_path / "in.txt"
     source.write_text("x\n")

@@ -49,7 +49,7 @@ from localbatch.compare.sweep_report import sweep_text
 from localbatch.compare.task import MadeUpRows, Outcome, Task, comparable, joined
 from localbatch.compare.trace import Span, Step, Trace, TracedBackend, spans, step_of
 from localbatch.compare.worker import measure, numbered
-from localbatch.data.config import EngineConfig, KVLayout
+from localbatch.data.config import EngineConfig, KVLayout, SplitMode
 from localbatch.data.errors import ConfigError, EngineError, WorkerError
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
@@ -352,8 +352,8 @@ class TestAgreement:
 
                 return super().forward(plan, listen)
 
-        forks = (Fork(row, (50,), 60, 61), Fork(row, (50,), None, 61))
-        found = margins(Listening(), MarginTask(FAKE, forks))
+        forks = (Fork(0, (50,), 60, 61), Fork(0, (50,), None, 61))
+        found = margins(Listening(), MarginTask(FAKE, (row,), forks))
 
         logits = seen[0]
         assert found == [logits[60] - logits[61], logits[1] - logits[61]]  # 1 ends an answer
@@ -453,6 +453,7 @@ class TestTasks:
             ({"requests": ()}, "no row that can be run"),
             ({"modes": ("static", "stat")}, "modes: 'stat' is not one of sequential, "),
             ({"rounds": 0}, "rounds: must be from 1 to 1000, not 0"),
+            ({"instances": 513}, "instances: must be from 1 to 512, not 513"),
             ({"batch": 2000}, "batch: must be from 1 to 1024, not 2000"),
         ],
     )
@@ -543,7 +544,8 @@ class TestComparison:
         report = compare(config, run=run, look=look)
 
         tokens = measured("sequential", ROWS).tokens[2]
-        assert asked[0].forks == (Fork(ROWS[2], tokens[:1], tokens[1], 9),)
+        assert asked[0].rows == (ROWS[2],)
+        assert asked[0].forks == (Fork(2, tokens[:1], tokens[1], 9),)
         told = report.as_dict()["modes"][1]["agreement"]
         assert (told["identical"], told["rows"]) == (2, 3)
         assert told["differences"] == [
@@ -570,7 +572,7 @@ class TestComparison:
 
         compare(CompareConfig(FAKE, ROWS, modes=("static",), rounds=2), run=run, look=look)
 
-        assert asked[0].forks == (Fork(ROWS[2], (7,), 8, 9),)
+        assert asked[0].forks == (Fork(2, (7,), 8, 9),)
 
     def test_equal_rows_are_told_of(self) -> None:
         """Two of three ask what the first does: the automatic plan computes it once."""
@@ -615,63 +617,172 @@ class TestComparison:
 class TestReasons:
     """Sequential takes 10 s unless said otherwise; steps are worked out by hand."""
 
+    CORES = 2
+
     def mode(self, name: str, wall_s: float, *steps: Step, **settings: Any) -> ModeReport:
-        settings = {"cpu_s": 2 * wall_s, "batch_rows": 4, **settings}
+        settings = {"cpu_s": 2 * wall_s, "batch_rows": 4, "threads": 2, **settings}
         outcome = Outcome(
-            name, wall_s=wall_s, steps=list(steps), tokens={0: (1, 2)},
+            name, wall_s=wall_s, steps=list(steps), tokens={0: (1, 2)}, prompt_tokens={0: 300},
             token_times={0: [0.5, 1.0]}, **settings,
         )  # fmt: skip
         return mode_report(name, [outcome], [outcome])
+
+    def prompt(self, start: float, end: float, lane: int = 0) -> Step:
+        return Step(lane, start, end, (0,), (0,), 0, 300)
+
+    def decode(self, start: float, end: float, rows: int, lane: int = 0) -> Step:
+        return Step(lane, start, end, (0,) * rows, (0,) * rows, rows, 0)
+
+    def line(self, *modes: ModeReport) -> str:
+        """Return the reason of the only line."""
+        (line,) = reasons(modes, self.CORES)
+        return line.split(": ", 1)[1]
 
     def test_what_comes_out_as_expected_needs_none(self) -> None:
         """Neither does what is within a twentieth."""
         faster = [self.mode("sequential", 10), self.mode("static", 5), self.mode("continuous", 5.2)]
 
-        assert reasons(faster) == []
+        assert reasons(faster, self.CORES) == []
+
+    @pytest.mark.parametrize(
+        "name", ["multi-instance", "static", "static-sorted", "continuous", "continuous-auto"]
+    )
+    def test_every_mode_that_should_be_faster_has_one(self, name: str) -> None:
+        """Beside sequential alone; the others compute the same things in another order."""
+        modes = [self.mode("sequential", 10), self.mode(name, 12)]
+        (line,) = reasons(modes, self.CORES)
+        assert line.startswith(f"{name} took 1.20 times as long as sequential: ")
+        others = [self.mode("length-sorted", 12), self.mode("interleaved", 12)]
+        assert reasons([*modes[:1], *others], self.CORES) == []
 
     def test_prompts(self) -> None:
-        """3 of 4 seconds of computing are prompts alone: 75 %."""
-        static = self.mode(
-            "static", 12, Step(0, 0, 3, (0,), (0,), 0, 9), Step(0, 3, 4, (0,) * 4, (0,) * 4, 4, 0)
+        """3 of 4 seconds of computing are prompts alone, 75 %; they took sequential as long."""
+        static = self.mode("static", 12, self.prompt(0, 3), self.decode(3, 4, 4))
+
+        assert self.line(self.mode("sequential", 10, self.prompt(0, 3)), static) == (
+            "75% of its computing went into prompts, which are computed many tokens at a time in "
+            "every mode: a row has 300 tokens of prompt and 2 of answer"
         )
 
-        assert reasons([self.mode("sequential", 10), static]) == [
-            "static took 1.20 times as long as sequential: 75% of its computing went into prompts, "
-            "which are computed many tokens at a time in every mode"
-        ]
+    def test_prompts_that_take_longer(self) -> None:
+        """8 s of 12 where sequential has 5 of 10: that is the reason, not their share."""
+        static = self.mode("static", 12, self.prompt(0, 8), self.decode(8, 12, 4))
+        one = self.mode("sequential", 10, self.prompt(0, 5), self.decode(5, 10, 1))
 
-    def test_idle_places(self) -> None:
-        """One row in four places."""
-        static = self.mode("static", 12, Step(0, 0, 1, (0,), (0,), 1, 0))
+        assert self.line(one, static) == "prompts took 8.00 s, and 5.00 s in sequential"
 
-        (line,) = reasons([self.mode("sequential", 10), static])
-        assert line.endswith("only 25% of its places had a row")
+    @pytest.mark.parametrize(("rows", "told"), [(1, "one row"), (2, "2 rows")])
+    def test_few_rows(self, rows: int, told: str) -> None:
+        """Of four places no more than one or two were ever taken."""
+        static = self.mode("static", 12, self.decode(0, 12, 1), self.decode(0, 12, rows))
+
+        assert self.line(self.mode("sequential", 10), static) == (
+            f"no computation had more than {told}, and a batch gains by computing many together"
+        )
+
+    def test_few_rows_where_prompts_grew(self) -> None:
+        """Rows computed together make answers faster only; prompts took 4 s longer."""
+        static = self.mode("static", 12, self.prompt(0, 7), self.decode(7, 12, 1))
+        steps = [self.prompt(0, 3, lane) for lane in (0, 1)]
+        two = self.mode("multi-instance", 8, *steps, self.decode(3, 8, 1), self.decode(3, 8, 1, 1),
+                        lanes=2, processes=2)  # fmt: skip
+
+        assert self.line(two, static) == (
+            "prompts took 7.00 s, and 3.00 s in multi-instance in each of 2 that run side by side"
+        )
+
+    def test_few_rows_of_both(self) -> None:
+        """Where the other had no more at one time, they are not the reason."""
+        static = self.mode("static", 10, self.decode(0, 10, 2), batch_rows=2)
+        other = self.mode("continuous", 12, self.decode(0, 10, 2), batch_rows=2)
+
+        (line,) = reasons([static, other], self.CORES)
+        assert line == (
+            "continuous took 1.20 times as long as static: 2.00 s of its time lie between "
+            "computations, and 0.00 s of static's: choosing tokens, planning and waiting"
+        )
+
+    def test_empty_places(self) -> None:
+        """Calls with 3, 1 and 1 of 4 places: 5 of 12, 42 %, 1.7 a call."""
+        calls = [self.decode(0, 4, 3), self.decode(4, 8, 1), self.decode(8, 12, 1)]
+
+        assert self.line(self.mode("sequential", 10), self.mode("static", 12, *calls)) == (
+            "only 42% of its places had a row, 1.7 of 4 in a computation"
+        )
+
+    def test_empty_places_of_both(self) -> None:
+        """Where the other's batch was no fuller, they are not the reason."""
+        calls = [self.decode(0, 4, 3), self.decode(4, 8, 1), self.decode(8, 10, 1)]
+        modes = [self.mode("static", 10, *calls), self.mode("continuous", 12, *calls)]
+
+        assert "places" not in reasons(modes, self.CORES)[0]
 
     def test_cores(self) -> None:
-        """Half a core where sequential had two."""
-        static = self.mode("static", 12, cpu_s=6)
+        """Half a core where sequential had two: with two it would have taken 3 s.
 
-        (line,) = reasons([self.mode("sequential", 10), static])
-        assert "it had 0.50 cores and sequential 2.00" in line
+        It says so whether or not it has fewer threads. 1.9 cores are as many; 30 s with 1.5 would
+        be 22.5 s with two, still slower; and of a GPU cores tell nothing.
+        """
+        one = self.mode("sequential", 10)
+        told = "it had 0.50 cores and sequential 2.00, "
+
+        assert self.line(one, self.mode("static", 12, cpu_s=6)) == (
+            told + "with as many threads; other programs may have used the machine"
+        )
+        assert self.line(one, self.mode("static", 12, cpu_s=6, threads=1)) == (
+            told + "as it has 1 of 2 threads"
+        )
+        assert "cores" not in self.line(one, self.mode("static", 12, cpu_s=22.8))
+        assert "cores" not in self.line(one, self.mode("static", 30, cpu_s=45))
+        on_gpu = self.mode("static", 12, cpu_s=6, placement="all layers on X")
+        assert "cores" not in self.line(one, on_gpu)
+
+    def test_more_processes_than_cores(self) -> None:
+        """Four on two cores; two on two are not too many."""
+        one = self.mode("sequential", 10)
+
+        assert self.line(one, self.mode("multi-instance", 12, processes=4, lanes=4)) == (
+            "its 4 processes share 2 cores, so they wait for each other's turns"
+        )
+        assert "turns" not in self.line(one, self.mode("multi-instance", 12, processes=2, lanes=2))
+
+    @pytest.mark.parametrize(("processes", "what"), [(2, "processes"), (1, "lanes")])
+    def test_uneven_shares(self, processes: int, what: str) -> None:
+        """One was done after 4 s, the other after 12: 8 s each would have been faster than 10."""
+        steps = [self.decode(0, 4, 3, lane=0), self.decode(0, 12, 3, lane=1)]
+        mode = self.mode("continuous", 12, *steps, processes=processes, lanes=2)
+
+        assert self.line(self.mode("sequential", 10), mode) == (
+            f"the first of its 2 {what} was done after 4.00 s and the last after 12.00 s; with an "
+            "even share each would need about 8.00 s"
+        )
+
+    def test_uneven_shares_that_cost_little(self) -> None:
+        """11.5 s each would still be slower than 10."""
+        steps = [self.decode(0, 11, 3, lane=0), self.decode(0, 12, 3, lane=1)]
+
+        said = self.line(self.mode("sequential", 10), self.mode("continuous", 12, *steps, lanes=2))
+        assert "even share" not in said
 
     def test_steps(self) -> None:
-        """Otherwise it is what a computation costs: 4 rows in 900 ms, 1 in 200."""
-        slow = self.mode("static", 12, Step(0, 0, 0.9, (0,) * 4, (0,) * 4, 4, 0))
-        one = self.mode("sequential", 10, Step(0, 0, 0.2, (0,), (0,), 1, 0))
+        """Otherwise it is what a computation costs: 4 rows in 12 s, 3 for each; 1 in 2."""
+        slow = self.mode("static", 12, self.decode(0, 12, 4))
+        one = self.mode("sequential", 10, self.decode(0, 2, 1))
 
-        (line,) = reasons([one, slow])
-        assert line.endswith(
-            "static needs 900.0 ms for 4.0 rows, sequential needs 200.0 ms for 1.0 rows"
+        assert self.line(one, slow) == (
+            "static needs 12000.0 ms for 4.0 rows, sequential needs 2000.0 ms for 1.0 rows: "
+            "3000.0 and 2000.0 ms for each row's token"
         )
 
     def test_steps_side_by_side(self) -> None:
-        """Two processes compute at the same time, each one row in 300 ms."""
-        slow = self.mode("static", 12, Step(0, 0, 0.9, (0,) * 4, (0,) * 4, 4, 0))
-        two = self.mode("multi-instance", 10, Step(0, 0, 0.3, (0,), (0,), 1, 0), lanes=2)
+        """Two processes compute at the same time, each one row in 3 s: 1.5 s for each."""
+        slow = self.mode("static", 12, self.decode(0, 12, 4))
+        steps = [self.decode(0, 3, 1, lane) for lane in (0, 1)]
+        two = self.mode("multi-instance", 10, *steps, lanes=2, processes=2)
 
-        (line,) = reasons([two, slow])
-        assert line.endswith(
-            "multi-instance needs 300.0 ms for 1.0 rows in each of 2 that run side by side"
+        assert self.line(two, slow) == (
+            "static needs 12000.0 ms for 4.0 rows, multi-instance needs 3000.0 ms for 1.0 rows in "
+            "each of 2 that run side by side: 3000.0 and 1500.0 ms for each row's token"
         )
 
     def test_chance(self) -> None:
@@ -679,8 +790,17 @@ class TestReasons:
         base = [Outcome("sequential", wall_s=wall) for wall in (9, 9.5, 12)]
         other = [Outcome("static", wall_s=wall) for wall in (10, 10.5, 11)]
 
-        lines = reasons([mode_report("sequential", base, base), mode_report("static", other, base)])
-        assert "their ranges overlap" in lines[0]
+        assert self.line(
+            mode_report("sequential", base, base), mode_report("static", other, base)
+        ) == ("their ranges overlap (10.00-11.00 and 9.00-12.00 s), so this may be chance")
+
+    def test_no_chance(self) -> None:
+        """Ranges 9 to 10 and 11 to 13 are apart."""
+        base = [Outcome("sequential", wall_s=wall) for wall in (9, 9.5, 10)]
+        other = [Outcome("static", wall_s=wall) for wall in (11, 12, 13)]
+
+        modes = mode_report("sequential", base, base), mode_report("static", other, base)
+        assert "chance" not in self.line(*modes)
 
 
 class TestProbe:
@@ -846,6 +966,101 @@ class TestProcesses:
             run_task(Task("sequential", EngineConfig(model="f", backend="fake", ctx=8), ROWS[:1]))
 
 
+class TestPlacement:
+    """Of two fake GPUs the second one is asked for, or both."""
+
+    SECOND = replace(FAKE, fake_gpus=2, devices=("FAKE1",))
+    BOTH = replace(
+        FAKE, fake_gpus=2, split_mode=SplitMode.ROW, tensor_split=(3.0, 1.0), gpu_layers=7
+    )
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_every_mode_gets_the_gpu_options(self, mode: str) -> None:
+        """Its processes put the model where it is wanted."""
+        task = tasks_of(CompareConfig(self.BOTH, ROWS, modes=(mode,), instances=2))[mode]
+        assert (task.config.tensor_split, task.config.devices) == ((3.0, 1.0), None)
+        said = run_task(task).placement
+        assert said.startswith("7 layers on FAKE0 (")
+        assert said.endswith("split by rows")
+        one = replace(task, config=replace(self.SECOND, threads=task.config.threads))
+        assert run_task(one).placement.startswith("all layers on FAKE1 (")
+
+    @pytest.mark.parametrize("scheme", ["static", "continuous", "sequential"])
+    def test_a_sweep_gets_them(self, scheme: str) -> None:
+        """Each point of each curve, and the rows one at a time."""
+        seen: list[Task] = []
+
+        def run(task: Task) -> Outcome:
+            seen.append(task)
+            return measured(task.mode, rows_of((5, 3)))
+
+        sweep(SweepConfig(self.BOTH, sizes=(1,), rounds=1), run=run)
+        assert {task.config.tensor_split for task in seen if task.mode == scheme} == {(3.0, 1.0)}
+
+    def test_margins_get_them(self) -> None:
+        """They are computed where the rows were."""
+        asked: list[MarginTask] = []
+
+        def run(task: Task) -> Outcome:
+            outcome = measured(task.mode, ROWS)
+            if task.mode == "static":
+                outcome.tokens[2] = (9,)
+            return outcome
+
+        def look(task: MarginTask) -> list[float]:
+            asked.append(task)
+            return [0.5]
+
+        config = CompareConfig(self.SECOND, ROWS, modes=("static",), rounds=1)
+        compare(config, run=run, look=look)
+        assert asked[0].config == self.SECOND
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [("--devices", "CUDA0"), ("--gpu-layers", "5"), ("--tensor-split", "3,1"),
+         ("--split-mode", "layer")],
+    )  # fmt: skip
+    @pytest.mark.parametrize("command", ["run", "compare", "sweep"])
+    def test_without_a_gpu_they_are_refused(
+        self, tmp_path: Path, command: str, option: str, value: str
+    ) -> None:
+        """With the same one line by all commands, before anything is measured."""
+        source = tmp_path / "in.txt"
+        source.write_text("x\n")
+        rows = [] if command == "sweep" else [str(source)]
+        arguments = [command, "fake", *rows, "--backend", "fake", option, value]
+        result = CliRunner().invoke(main, arguments)
+
+        assert result.exit_code == 2
+        assert result.stderr == (
+            f"Error: {option}: there is no GPU that llama.cpp can use; leave it out, or install "
+            "llama-cpp-python built for your GPU (docs/install.md)\n"
+        )
+
+    def test_options_reach_the_processes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Both commands hand all four over."""
+        seen: list[EngineConfig] = []
+
+        def look(config: EngineConfig) -> None:
+            seen.append(config)
+            raise EngineError("seen")
+
+        monkeypatch.setattr("localbatch.compare.process.read_card", look)
+        source = tmp_path / "in.txt"
+        source.write_text("x\n")
+        options = ["--devices", "A, B", "--split-mode", "row", "--tensor-split", "3,1"]
+        for command in (["compare", "fake", str(source)], ["sweep", "fake"]):
+            result = CliRunner().invoke(
+                main, [*command, "--backend", "fake", *options, "--gpu-layers", "7"]
+            )
+            assert result.stderr == "Error: seen\n"
+            found = seen.pop()
+            assert (found.devices, found.split_mode) == (("A", "B"), SplitMode.ROW)
+            assert (found.tensor_split, found.gpu_layers) == ((3.0, 1.0), 7)
+
+
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a stand-in for NVIDIA's tool first; it counts its calls.
@@ -923,6 +1138,19 @@ class TestCommand:
         assert told["modes"][1]["output_tokens"] == 3 + 64
         assert {"cpu", "cores", "memory_bytes"} <= told["machine"].keys()
         assert told["model"] == "fake"
+
+    @pytest.mark.parametrize(
+        ("option", "value", "most"),
+        [("--rows", 0, 1_000_000), ("--rows", -2, 1_000_000), ("--max-tokens", 0, 2**24),
+         ("--rounds", 0, 1000), ("--batch", 1025, 1024), ("--instances", 0, 512)],
+    )  # fmt: skip
+    def test_out_of_range(self, tmp_path: Path, option: str, value: int, most: int) -> None:
+        """One line names the option, its range and the value."""
+        result = self.call(tmp_path, option, str(value))
+
+        assert result.exit_code == 2
+        last = result.stderr.splitlines()[-1]
+        assert last == f"Error: {option}: must be from 1 to {most}, not {value}"
 
     def test_unknown_mode(self, tmp_path: Path) -> None:
         """Is named as the option's, with exit code 2."""

@@ -46,6 +46,16 @@ def numbers(svg: str, element: str, kind: str, *names: str) -> list[tuple[float,
     return [tuple(float(e.attrib[n]) for n in names) for e in found if e.get("class") == kind]
 
 
+def texts(svg: str, anchor: str, kind: str | None = None) -> list[str]:
+    """Return the texts of the SVG that are aligned so, all or those of a class."""
+    found = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    return [
+        each.text or ""
+        for each in found
+        if each.get("text-anchor") == anchor and kind in (None, each.get("class"))
+    ]
+
+
 class TestCharts:
     def test_bars_are_as_long_as_their_values(self) -> None:
         """The largest end of a range is the width of the plot; half the value is half as long."""
@@ -63,6 +73,29 @@ class TestCharts:
         assert x2 - x1 == pytest.approx(x4 - x2)
         assert y1 - y2 == pytest.approx(y2 - y4)
         assert r2 > r1
+
+    @pytest.mark.parametrize(
+        ("most", "ticks"),
+        [(6338.0, ["0", "2,000", "4,000", "6,000", "8,000"]), (1.0, ["0", "0.2", "0.4", "0.6",
+         "0.8", "1"]), (250.0, ["0", "50", "100", "150", "200", "250"]),
+         (0.0, ["0", "0.2", "0.4", "0.6", "0.8", "1"])],
+    )  # fmt: skip
+    def test_ticks_of_lines_are_round(self, most: float, ticks: list[str]) -> None:
+        """The last one is not below the largest value."""
+        assert texts(lines([Line("a", [(1, most)])], "u"), "end") == ticks
+
+    def test_labels_of_lines_have_room(self) -> None:
+        """The largest and doublings come first; what fits only in small letters is marked so.
+
+        A doubling is 616 / 9 = 68.4 wide, so 5 is 22.0 from 4, 6 is 18.0 from 5, 9 is 11.6 from 8
+        and 11 is 31.4 from it; one digit takes 11.2 or 20.8, two beside one 14.7 or 27.3.
+        """
+        svg = lines([Line("a", [(x, 1.0) for x in (*range(1, 17), 500, 512)])], "u")
+
+        assert texts(svg, "middle")[:-1] == [
+            "512", "1", "2", "4", "8", "16", "3", "5", "6", "7", "9", "11",
+        ]  # fmt: skip
+        assert texts(svg, "middle", "extra") == ["6", "7", "9"]
 
     def test_timeline_leaves_idle_places_empty(self) -> None:
         """A row in lane 1 lies below the two places of lane 0, for its share of the time."""

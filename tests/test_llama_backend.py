@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp as lib
 
 from localbatch import BindingError, ModelError
 from localbatch.data.config import SchedulerConfig
-from localbatch.engine import binding, numerics
+from localbatch.engine import binding, library, numerics
 from localbatch.engine.backend import ContextConfig, Numerics
 from localbatch.engine.cache import cache_folder
 from localbatch.engine.llama import LlamaBackend
@@ -301,7 +301,7 @@ class TestModels:
 class TestBinding:
     def test_this_one_fits(self) -> None:
         """The version that is installed is the one that is tested here."""
-        assert binding.check_binding().startswith("0.3.")
+        assert library.check_binding().startswith("0.3.")
 
     def test_without_a_field_is_refused_in_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A structure that lacks a field would be written at the wrong place."""
@@ -311,15 +311,15 @@ class TestBinding:
                 field for field in lib.llama_context_params._fields_ if field[0] != "kv_unified"
             ]
 
-        monkeypatch.setattr(binding.lib, "llama_context_params", Other)
+        monkeypatch.setattr(library.lib, "llama_context_params", Other)
 
         with pytest.raises(BindingError) as refused:
-            binding.check_binding()
+            library.check_binding()
 
-        version = binding.llama_cpp.__version__
+        version = library.llama_cpp.__version__
         assert str(refused.value) == (
             f"llama-cpp-python {version} does not fit (llama_context_params lacks kv_unified); "
-            f"install {binding.SUPPORTED}"
+            f"install {library.SUPPORTED}"
         )
 
     @pytest.mark.parametrize("name", ["llama_batch", "llama_decode"])
@@ -327,10 +327,10 @@ class TestBinding:
         self, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
         """A structure or a function that is gone."""
-        monkeypatch.delattr(binding.lib, name)
+        monkeypatch.delattr(library.lib, name)
 
         with pytest.raises(BindingError, match=rf"does not fit \((no )?{name}"):
-            binding.check_binding()
+            library.check_binding()
 
     def test_with_shifted_fields_is_refused_in_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Documented defaults that are not in their places mean another layout."""
@@ -342,7 +342,7 @@ class TestBinding:
 
         memory = ctypes.create_string_buffer(bytes(real), ctypes.sizeof(Shifted))
         shifted = Shifted.from_buffer(memory)
-        monkeypatch.setattr(binding.lib, "llama_context_default_params", lambda: shifted)
+        monkeypatch.setattr(library.lib, "llama_context_default_params", lambda: shifted)
 
         with pytest.raises(BindingError, match=r"llama_context_params reads as \(2048, 512, "):
-            binding.check_binding()
+            library.check_binding()

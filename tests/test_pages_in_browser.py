@@ -19,16 +19,39 @@ from tests.test_compare import FAKE, measured, rows_of
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ROWS = rows_of(*[(3 + 7 * i % 11, 1 + 5 * i % 9) for i in range(24)])
 
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 512)
+
 _OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 _CLIPPED = """() => [...document.querySelectorAll('svg')].flatMap(svg => {
   const box = svg.viewBox.baseVal;
   return [...svg.querySelectorAll('text')].filter(text => {
     const b = text.getBBox();
-    return b.x < -0.5 || b.x + b.width > box.width + 0.5 || b.y + b.height > box.height + 0.5;
+    return b.x < -0.5 || b.x + b.width > box.width + 0.5
+      || b.y < -3 || b.y + b.height > box.height + 0.5;  // letters end below their box's top
   }).map(text => svg.getAttribute('class') + ': ' + text.textContent);
 })"""
 """Texts that stick out of their chart."""
+
+_OVERLAPS = """() => [...document.querySelectorAll('svg')].flatMap(svg => {
+  const boxes = [...svg.querySelectorAll('text')]
+    .map(text => [text.textContent, text.getBoundingClientRect()])
+    .filter(([, b]) => b.width > 0);
+  return boxes.flatMap(([name, a], i) => boxes.slice(i + 1)
+    .filter(([, b]) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
+    .map(([other]) => svg.getAttribute('class') + ': ' + name + ' and ' + other));
+})"""
+"""Texts of a chart that lie on each other."""
+
+_SCROLLING = """() => [...document.querySelectorAll('body *')]
+  .filter(element => element.scrollWidth > element.clientWidth + 1 && element.clientWidth > 0)
+  .filter(element => !element.closest('.wide') && !element.closest('svg'))
+  .map(element => element.tagName)"""
+"""What is wider than its place, but for tables."""
+
+_LETTERS = """() => Math.min(...[...document.querySelectorAll('.lines text')]
+  .map(text => text.getBoundingClientRect().height).filter(height => height > 0))"""
+"""Height of the smallest letters of the scaling curves, in pixels of the screen."""
 
 _CONTRASTS = """() => {
   const light = color => {
@@ -61,9 +84,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "compare": comparison_page(
             compare(CompareConfig(FAKE, ROWS, rounds=2, batch=8, name=name), run=_run)
         ),
-        "sweep": sweep_page(
-            sweep(SweepConfig(FAKE, sizes=(1, 2, 4, 8, 64, 512), rounds=1, name=name), run=_run)
-        ),
+        "sweep": sweep_page(sweep(SweepConfig(FAKE, sizes=SIZES, rounds=1, name=name), run=_run)),
     }
     for kind, page in made.items():
         (folder / f"{kind}.html").write_text(page, "utf-8")
@@ -88,7 +109,10 @@ def browser() -> Iterator[Any]:
 def test_page(
     browser: Any, pages: dict[str, Path], tmp_path: Path, kind: str, scheme: str, width: int
 ) -> None:
-    """Nothing is fetched, said on the console, wider than the page, cut off, or hard to read."""
+    """Nothing is fetched, said on the console, wider than the page, cut off, or hard to read.
+
+    Labels don't lie on each other, and only tables scroll.
+    """
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     said: list[str] = []
     fetched: list[str] = []
@@ -101,6 +125,10 @@ def test_page(
     assert said == []
     assert fetched == [pages[kind].as_uri()]
     assert page.evaluate(_OVERFLOW) <= 0
+    assert page.evaluate(_SCROLLING) == []
     assert page.evaluate(_CLIPPED) == []
+    assert page.evaluate(_OVERLAPS) == []
+    if kind == "sweep":
+        assert page.evaluate(_LETTERS) >= 12
     assert min(page.evaluate(_CONTRASTS)) >= 4.5
     page.close()

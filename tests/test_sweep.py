@@ -12,19 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localbatch.cli import main
+from localbatch.compare.curves import Curve, curve_of, knee
 from localbatch.compare.figures import Agreement, Difference
-from localbatch.compare.sweep import (
-    Curve,
-    SweepConfig,
-    curve_of,
-    knee,
-    sweep,
-    tasks_of,
-)
+from localbatch.compare.html import sweep_page
+from localbatch.compare.margins import Fork, MarginTask
+from localbatch.compare.rows import made_up
+from localbatch.compare.sweep import SweepConfig, sweep, tasks_of
 from localbatch.compare.sweep_report import knee_line, sweep_text
 from localbatch.compare.task import MadeUpRows, Outcome, Task
 from localbatch.data.config import EngineConfig, KVLayout
 from localbatch.data.errors import ConfigError, EngineError
+from localbatch.engine.fake import FakeBackend, _logits
 
 FAKE = EngineConfig(model="fake", backend="fake")
 
@@ -133,8 +131,11 @@ class TestSweep:
         """Of 4 rows in a batch of 4 row 3 differs; smaller batches don't have it.
 
         Only the rows of a size count, in the round with the fewest alike; the reference runs once.
+        What differs is looked at as the rows are one at a time, in streams; a margin is in all
+        reports.
         """
         references: list[Task] = []
+        asked: list[MarginTask] = []
 
         def run(task: Task) -> Outcome:
             made = outcome(task.rows.count, 1.0)  # type: ignore[union-attr]
@@ -144,19 +145,81 @@ class TestSweep:
                 made.tokens[3] = (1, 2, 9, 4)
             return made
 
-        report = sweep(SweepConfig(FAKE, sizes=(1, 2, 4), rounds=2, schemes=("static",)), run=run)
+        def look(task: MarginTask) -> list[float]:
+            asked.append(task)
+            return [0.125]
+
+        config = SweepConfig(FAKE, sizes=(1, 2, 4), rounds=2, schemes=("static",))
+        report = sweep(config, run=run, look=look)
 
         streams, unified = ([p.agreement for p in curve.points] for curve in report.curves)
         assert streams == [Agreement(1, 1), Agreement(2, 2), Agreement(4, 4)]
         assert unified == [Agreement(1, 1), Agreement(2, 2),
-                           Agreement(3, 4, (Difference(3, 2, 3, 9),))]  # fmt: skip
+                           Agreement(3, 4, (Difference(3, 2, 3, 9, 0.125),))]  # fmt: skip
         (task,) = references
         assert (task.batch, task.rows, task.config.kv_layout) == (
             1, MadeUpRows(4, 64, 32), KVLayout.STREAMS,
         )  # fmt: skip
+        assert asked == [MarginTask(FAKE, MadeUpRows(4, 64, 32), (Fork(3, (1, 2), 3, 9),))]
+        told = "batch 4: row 4 differs from token 3 on, margin 0.1250"
+        assert told in sweep_text(report).splitlines()
+        assert f"<p>{told}</p>" in sweep_page(report)
         assert "3 of 4" in sweep_text(report)
         told = report.as_dict()["curves"][1]["points"][2]["agreement"]
         assert (told["identical"], told["rows"], told["share"]) == (3, 4, 0.75)
+        assert [each["margin"] for each in told["differences"]] == [0.125]
+
+    def test_margins(self) -> None:
+        """They are those of the logits after the prompt and what both answers begin with.
+
+        Of eight rows six have another second token, in both schemes: the first five are looked at,
+        once. The fake model's logits are a hash of all tokens before.
+        """
+        backend = FakeBackend()
+        wanted = MadeUpRows(8, 10, 3)
+        prompts = [
+            backend.tokenize(row.prompt or "", add_special=True, parse_special=False)
+            for row in made_up(backend, wanted)
+        ]
+
+        def run(task: Task) -> Outcome:
+            made = outcome(8, 1.0)
+            for row in range(8):
+                ours = 78 if task.mode != "sequential" and row > 1 else 77
+                made.tokens[row] = (66, ours, 70)
+            return made
+
+        config = SweepConfig(
+            FAKE, sizes=(8,), rounds=1, prompt_tokens=10, max_tokens=3, layouts=(KVLayout.STREAMS,)
+        )
+        report = sweep(config, run=run)
+
+        logits = [_logits([*prompts[row], 66]) for row in range(2, 7)]
+        expected = [pytest.approx(float(each[77] - each[78])) for each in logits]
+        for curve in report.curves:
+            (point,) = curve.points
+            assert point.agreement is not None
+            found = [each.margin for each in point.agreement.differences]
+            assert found == [*expected, None]
+        largest = max(abs(float(each[77] - each[78])) for each in logits)
+        assert (
+            f"batch 8: row 3 differs from token 2 on, margin {logits[0][77] - logits[0][78]:.4f}; "
+            f"5 more rows differ, largest margin of the first 5: {largest:.4f}"
+        ) in sweep_text(report)
+
+    def test_margins_that_can_not_be_had(self) -> None:
+        """The sweep is worth having without."""
+
+        def run(task: Task) -> Outcome:
+            made = outcome(1, 1.0)
+            made.tokens[0] = (5 if task.mode == "sequential" else 6,)
+            return made
+
+        def look(task: MarginTask) -> list[float]:
+            raise EngineError("broken")
+
+        report = sweep(SweepConfig(FAKE, sizes=(1,), rounds=1), run=run, look=look)
+        assert "batch 1: row 1 differs from token 1 on" in sweep_text(report).splitlines()
 
     def test_unchecked(self) -> None:
         """Without the check nothing is run for it and no column shows it; a failed one is told."""
@@ -200,10 +263,10 @@ class TestSweep:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"sizes": ()}, "sizes: must be whole numbers from 1 to 1024"),
-            ({"sizes": (1025,)}, "sizes: must be whole numbers from 1 to 1024"),
+            ({"sizes": ()}, "sizes: must be whole numbers from 1 to 1,024, .* found nothing"),
+            ({"sizes": (1, 1025)}, "sizes: must be whole numbers from 1 to 1,024, .* found 1,025"),
             ({"schemes": ("x",)}, "schemes: 'x' is not one of static, continuous"),
-            ({"waves": 0}, "waves: must be at least 1, not 0"),
+            ({"waves": 0}, "waves: must be from 1 to 1000, not 0"),
         ],
     )
     def test_bad_settings(self, settings: dict[str, Any], message: str) -> None:
@@ -236,6 +299,36 @@ class TestCommand:
         assert "static, streams\nbatch  wall s" in result.stdout
         assert "round 1 of 1, static, streams, 2: " in result.stderr
 
-    def test_bad_sizes(self) -> None:
-        """They are wrong usage."""
-        assert self.call("--sizes", "1,x").exit_code == 2
+    @pytest.mark.parametrize(
+        ("sizes", "found"),
+        [("", "nothing"), ("1,,2", "nothing"), ("1,x", "'x'"), ("4,0", "0"), ("-1", "-1"),
+         ("8,2048", "2,048")],
+    )  # fmt: skip
+    def test_bad_sizes(self, sizes: str, found: str) -> None:
+        """They are wrong usage; the one line names what was wrong."""
+        result = self.call(f"--sizes={sizes}")
+
+        assert result.exit_code == 2
+        assert result.stderr == (
+            f"Error: --sizes: must be whole numbers from 1 to 1,024, as 1,2,4; found {found}\n"
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "context"),
+        [(["--prompt-tokens", "4093"], "4,096 (the model's)"),
+         (["--prompt-tokens", "4093", "--ctx", "4090"], "4,090 (--ctx)")],
+    )  # fmt: skip
+    def test_rows_longer_than_the_context(self, options: list[str], context: str) -> None:
+        """4,093 + 4 tokens are one more than the fake model's 4,096; nothing is measured."""
+        result = self.call(*options)
+
+        assert result.exit_code == 2
+        assert result.stderr == (
+            "Error: --prompt-tokens: 4,093 and --max-tokens 4 are 4,097 tokens a row, "
+            f"more than the context of {context}\n"
+        )
+
+    def test_rows_as_long_as_the_context(self) -> None:
+        """4,092 + 4 are measured."""
+        options = ("--sizes", "1", "--schemes", "static", "--kv-layout", "streams", "--no-check")
+        assert self.call("--prompt-tokens", "4092", *options).exit_code == 0

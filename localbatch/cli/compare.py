@@ -12,19 +12,28 @@ from typing import Any
 import click
 
 from localbatch.cli.main import complete_model, debug_option, terminate_as_interrupt
-from localbatch.cli.options import column_options, integer, prompt_options, take_inputs
+from localbatch.cli.options import (
+    column_options,
+    gpu_options,
+    integer,
+    prompt_options,
+    take_inputs,
+)
 from localbatch.compare import html, plot
 from localbatch.compare.comparison import CompareConfig
 from localbatch.compare.modes import MODES
 from localbatch.compare.report import Comparison
 from localbatch.compare.sweep import Sweep
-from localbatch.data.config import EngineConfig, FlashAttention, KVLayout
+from localbatch.compare.task import MOST_TOKENS, check_range
+from localbatch.data.config import EngineConfig, FlashAttention, KVLayout, SplitMode
 from localbatch.data.errors import OutputError
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
+from localbatch.engine.backend import ModelCard
 from localbatch.formats.inputs import InputOptions, open_input, read_requests
 
 DEFAULT_TOKENS = 64
+MOST_INPUT_ROWS = 1_000_000
 _AUTO: dict[str, Any] = {"type": integer, "default": None, "show_default": "auto"}
 
 
@@ -42,7 +51,7 @@ def machine_options(command: Any) -> Any:
         ),
         click.option("--ctx", **_AUTO, help="Most tokens of a row, prompt and answer together."),
         click.option("--threads", **_AUTO, help="CPU threads, all processes together."),
-        click.option("--gpu-layers", **_AUTO, help="Layers on the GPU; -1 is all, 0 none."),
+        *gpu_options(),
         click.option(
             "--flash-attention",
             type=click.Choice([choice.value for choice in FlashAttention]),
@@ -101,8 +110,11 @@ def saver(options: dict[str, Any]) -> Callable[[Comparison | Sweep], None]:
     return save
 
 
-def engine_config(model: str, options: dict[str, Any], layout: KVLayout) -> EngineConfig:
-    """Take the engine's settings out of a command's options, and find the model."""
+def engine_config(
+    model: str, options: dict[str, Any], layout: KVLayout
+) -> tuple[EngineConfig, ModelCard]:
+    """Take the engine's settings out of a command's options, and find model and GPUs."""
+    from localbatch.compare.process import read_card
     from localbatch.models.catalog import resolve_model
     from localbatch.models.gguf import check_gguf
 
@@ -110,12 +122,15 @@ def engine_config(model: str, options: dict[str, Any], layout: KVLayout) -> Engi
     if backend == "llama":
         path = str(resolve_model(model))
         check_gguf(path)
-    return EngineConfig(
+    config = EngineConfig(
         model=path, backend=backend, ctx=options.pop("ctx"), threads=options.pop("threads"),
-        gpu_layers=options.pop("gpu_layers"), kv_layout=layout,
+        gpu_layers=options.pop("gpu_layers"), devices=options.pop("devices"),
+        split_mode=SplitMode(options.pop("split_mode")), tensor_split=options.pop("tensor_split"),
+        kv_layout=layout,
         flash_attention=FlashAttention(options.pop("flash_attention")),
         chat_template=options.pop("chat_template", None),
     )  # fmt: skip
+    return config, read_card(config)
 
 
 @click.command(short_help="Run the same rows in several ways, and say what each is worth.")
@@ -163,14 +178,12 @@ def compare(model: str, source: str, **options: Any) -> None:
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
     save = saver(options)
     inputs = take_inputs(options)
+    engine, _ = engine_config(model, options, KVLayout(options.pop("kv_layout")))
     rows, num_bad = read_rows(
         source, inputs, options.pop("max_tokens"), options.pop("ignore_eos"),
         options.pop("most_rows"),
     )  # fmt: skip
-    config = CompareConfig(
-        engine=engine_config(model, options, KVLayout(options.pop("kv_layout"))),
-        requests=rows, name=model, **options,
-    )  # fmt: skip
+    config = CompareConfig(engine=engine, requests=rows, name=model, **options)
     with terminate_as_interrupt():
         report = comparison.compare(config, tell=teller(quiet))
     if num_bad:
@@ -184,6 +197,8 @@ def read_rows(
     source: str, inputs: InputOptions, max_tokens: int | None, ignore_eos: bool, most: int | None
 ) -> tuple[tuple[Request, ...], int]:
     """Return the rows that can be used, and how many can't; these are named on standard error."""
+    check_range("most_rows", most, 1, MOST_INPUT_ROWS)
+    check_range("max_tokens", max_tokens, 1, MOST_TOKENS)
     params = SamplingParams(max_tokens=max_tokens or DEFAULT_TOKENS, ignore_eos=ignore_eos)
     rows, num_bad = [], 0
     with open_input(source) as opened:

@@ -206,6 +206,13 @@ def gpu_options() -> list[Any]:
     """Return the options that say which GPUs do what."""
     return [
         click.option(
+            "--gpu-layers",
+            type=integer,
+            default=None,
+            show_default="auto",
+            help="Layers on GPUs; -1 is all, 0 none.",
+        ),
+        click.option(
             "--devices",
             "--device",
             metavar="NAME,...",
@@ -290,7 +297,6 @@ def engine_options(command: Any) -> Any:
             show_default=True,
             help="What becomes of prompts too long for the context: an error, or what is cut out.",
         ),
-        click.option("--gpu-layers", **auto, help="Layers on GPUs; -1 is all, 0 none."),
         *gpu_options(),
         click.option(
             "--kv-layout",

@@ -11,14 +11,20 @@ from localbatch.cli.compare import engine_config, machine_options, saver, teller
 from localbatch.cli.main import complete_model, debug_option, terminate_as_interrupt
 from localbatch.compare import sweep as sweeping
 from localbatch.data.config import KVLayout
+from localbatch.data.errors import ConfigError
 
 
 def numbers(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, ...]:
-    """Read a list of whole numbers."""
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of whole numbers, as 1,2,4") from None
+    """Read a list of batch sizes."""
+    sizes = []
+    for part in value.split(","):
+        try:
+            sizes.append(int(part))
+        except ValueError:
+            raise ConfigError(
+                sweeping.bad_size(repr(part) if part.strip() else "nothing")
+            ) from None
+    return tuple(sizes)
 
 
 def names(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[str, ...]:
@@ -78,10 +84,10 @@ def sweep(model: str, **options: Any) -> None:
 
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
     kv_layouts, save = options.pop("kv_layouts"), saver(options)
+    engine, card = engine_config(model, options, KVLayout.STREAMS)
     config = sweeping.SweepConfig(
-        engine=engine_config(model, options, KVLayout.STREAMS), layouts=kv_layouts, name=model,
-        **options,
-    )  # fmt: skip
+        engine=engine, layouts=kv_layouts, name=model, max_ctx=card.max_ctx, **options
+    )
     with terminate_as_interrupt():
         report = sweeping.sweep(config, tell=teller(quiet))
     click.echo(json.dumps(report.as_dict(), indent=2) if as_json else sweep_text(report))

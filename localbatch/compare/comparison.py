@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from localbatch.compare.figures import Agreement, agreement, figures
+from localbatch.compare.forks import Margins, forks_of, with_margins
 from localbatch.compare.machine import machine
-from localbatch.compare.margins import Fork, MarginTask
+from localbatch.compare.margins import MarginTask
 from localbatch.compare.modes import MODES, Sequential
 from localbatch.compare.process import run_margins, run_task
 from localbatch.compare.reasons import reasons
 from localbatch.compare.report import Comparison, ModeReport, Spread, spread
 from localbatch.compare.rounds import Run, Series, Tell, run_rounds
-from localbatch.compare.task import Outcome, Task, comparable
+from localbatch.compare.task import MOST_ROUNDS, Outcome, Task, check_range, comparable
 from localbatch.data.config import EngineConfig, KVLayout
 from localbatch.data.errors import ConfigError, LocalbatchError
 from localbatch.data.request import Request
@@ -35,8 +35,6 @@ PADDED = (
     "on this processor continuous batches are padded, so that a row has the same bits in any of "
     "them; all others are not, and answers may differ"
 )
-
-Margins: TypeAlias = Callable[[MarginTask], list[float]]
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,9 @@ class CompareConfig:
             raise ConfigError("the input has no row that can be run")
         if unknown := [mode for mode in self.modes if mode not in MODES]:
             raise ConfigError(f"modes: {unknown[0]!r} is not one of {', '.join(MODES)}")
-        for name, value, most in (
-            ("rounds", self.rounds, 1000), ("batch", self.batch, 1024),
-            ("instances", self.instances, 512),
-        ):  # fmt: skip
-            if value is not None and not 1 <= value <= most:
-                raise ConfigError(f"{name}: must be from 1 to {most}, not {value}")
+        check_range("rounds", self.rounds, 1, MOST_ROUNDS)
+        check_range("batch", self.batch, 1, 1024)
+        check_range("instances", self.instances, 1, 512)
 
 
 def compare(
@@ -83,15 +78,15 @@ def compare(
     if REFERENCE in series.failed:
         raise ConfigError(f"{REFERENCE} can't be run: {series.failed[REFERENCE]}")
     reference = series.runs[REFERENCE]
-    modes = []
+    modes, found = [], machine()
     for name in (name for name in tasks if name in series.runs):
         report = mode_report(name, series.runs[name], reference)
         base = least_agreement(series.runs[name], reference)[1]
-        modes.append(with_margins(report, base, config, look))
+        modes.append(looked_at(report, base, config, look))
     return Comparison(
-        model=config.name or config.engine.model, machine=machine(), rows=len(config.requests),
+        model=config.name or config.engine.model, machine=found, rows=len(config.requests),
         rounds=config.rounds, modes=tuple(modes), failed=series.failed,
-        notes=(*notes_on(series, config), *reasons(modes)),
+        notes=(*notes_on(series, config), *reasons(modes, found["cores"])),
     )  # fmt: skip
 
 
@@ -150,25 +145,21 @@ def least_agreement(
     return min(found, key=lambda one: one[0].identical)
 
 
-def with_margins(
+def looked_at(
     report: ModeReport, base: Outcome, config: CompareConfig, look: Margins
 ) -> ModeReport:
     """Look at how close the first tokens were that differ from a run, for some rows."""
-    found = report.agreement
-    looked_at = found.differences[:_MOST_MARGINS]
-    if not looked_at:
+    forks = forks_of(report.agreement, base.tokens, _MOST_MARGINS)
+    if not forks:
         return report
-    requests = {request.index: request for request in config.requests}
-    forks = tuple(
-        Fork(requests[d.row], base.tokens[d.row][: d.position], d.token, d.other) for d in looked_at
-    )
+    rows = {fork.row for fork in forks}
+    requests = tuple(request for request in config.requests if request.index in rows)
     try:
-        values = look(MarginTask(config.engine, forks))
+        values = look(MarginTask(config.engine, requests, tuple(forks)))
     except LocalbatchError:  # the comparison is worth having without
         return report
-    known = {d.row: value for d, value in zip(looked_at, values, strict=True)}
-    differences = tuple(replace(d, margin=known.get(d.row)) for d in found.differences)
-    return replace(report, agreement=Agreement(found.identical, found.rows, differences))
+    known = dict(zip(forks, values, strict=True))
+    return replace(report, agreement=with_margins(report.agreement, base.tokens, known))
 
 
 def notes_on(series: Series, config: CompareConfig) -> list[str]:

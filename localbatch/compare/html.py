@@ -18,7 +18,7 @@ from localbatch.compare.report import (
 )
 from localbatch.compare.svg import Bar, Line, bars, lines, ranges, timeline
 from localbatch.compare.sweep import Sweep
-from localbatch.compare.sweep_report import columns_of, knee_line
+from localbatch.compare.sweep_report import columns_of, differing_lines, knee_line
 from localbatch.compare.trace import spans
 
 _BREAKS = 400
@@ -33,8 +33,8 @@ _STYLE = """
 body { margin: 2rem auto; max-width: 1000px; padding: 0 1rem; background: var(--page);
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
-p, figcaption { color: var(--soft); } figure { margin: 1rem 0; overflow-x: auto; }
-svg { width: 100%; min-width: 640px; height: auto; }
+p, figcaption { color: var(--soft); } figure { margin: 1rem 0; }
+svg { width: 100%; height: auto; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; margin: 1.2rem 0; }
@@ -43,23 +43,26 @@ th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap;
   position: sticky; left: 0; background: var(--page); }
 .series-0 { fill: var(--s0); } .series-1 { fill: var(--s1); } .series-2 { fill: var(--s2); }
 .series-3 { fill: var(--s3); } .line { fill: none; stroke-width: 2; }
+.line, .lines .grid { vector-effect: non-scaling-stroke; }
 .stroke-0 { stroke: var(--s0); } .stroke-1 { stroke: var(--s1); } .stroke-2 { stroke: var(--s2); }
 .stroke-3 { stroke: var(--s3); } .grid { stroke: var(--grid); fill: none; }
-@media (max-width: 640px) { .bars, .ranges, .timeline { min-width: 0; }
-  .bars text, .ranges text, .timeline text { font-size: 17px; } }
+@media (max-width: 640px) { .bars text, .ranges text, .timeline text { font-size: 17px; }
+  .lines text { font-size: 24px; } .lines .extra { display: none; } }
 .axis { stroke: var(--ink); fill: none; } .mark { stroke: var(--ink); stroke-width: 2.5; }
 .prefill { fill: var(--s1); } .decode-0 { fill: var(--s0); } .decode-1 { fill: var(--d1); }
 .idle { fill: var(--idle); } .key { display: inline-block; width: .8em; height: .8em;
   vertical-align: -.05em; margin: 0 .3em 0 .8em; }
 .key.k0 { background: var(--s0); } .key.k1 { background: var(--s1); }
-.key.k2 { background: var(--idle); border: 1px solid var(--grid); }
+.key.k2 { background: var(--s2); } .key.k3 { background: var(--s3); }
+.key.idle { background: var(--idle); border: 1px solid var(--grid); }
+.name { display: inline-block; margin-right: 1.2em; } .name .key { margin-left: 0; }
 """
 
 _KEY = (
     "<figcaption>From left to right: time. Each line is a place in the batch; prompts may be "
     "computed one after another while the other rows wait."
     '<span class="key k1"></span>prompt<span class="key k0"></span>answer (two shades: one row '
-    'after another)<span class="key k2"></span>idle</figcaption>'
+    'after another)<span class="key idle"></span>idle</figcaption>'
 )
 
 
@@ -102,9 +105,9 @@ def sweep_page(report: Sweep) -> str:
     ]  # fmt: skip
     parts = [
         *_chapter("Throughput by batch size", "The large dot is the knee.",
-                  lines(curves, "output tokens per second")),
+                  _curves(curves, "output tokens per second")),
         *_chapter("Efficiency", "Speed-up over one row at a time, for each row of the batch.",
-                  lines(gains, "speed-up / rows")),
+                  _curves(gains, "speed-up / rows")),
     ]  # fmt: skip
     columns = columns_of(report)
     head = [column.title for column in columns]
@@ -113,6 +116,7 @@ def sweep_page(report: Sweep) -> str:
             f"<h2>{escape(curve.scheme)}, {escape(curve.layout)}</h2>",
             f"<p>{escape(knee_line(curve))}</p>",
             html_table(head, [[column.show(p) for column in columns] for p in curve.points]),
+            *(f"<p>{escape(line)}</p>" for line in differing_lines(curve)),
             *(f"<p>{size} rows: not run: {escape(why)}</p>" for size, why in curve.failed.items()),
         ]
     parts += [f"<p>{escape(note)}</p>" for note in report.notes]
@@ -144,6 +148,18 @@ def _chapter(title: str, about: str, chart: str) -> list[str]:
     if not chart:
         return []
     return [f"<h2>{escape(title)}</h2><p>{escape(about)}</p><figure>{chart}</figure>"]
+
+
+def _curves(values: Sequence[Line], unit: str) -> str:
+    """Return curves, and below them which is which."""
+    chart = lines(values, unit)
+    if not chart:
+        return ""
+    names = [
+        f'<span class="name"><span class="key k{number % 4}"></span>{escape(line.label)}</span>'
+        for number, line in enumerate(values)
+    ]
+    return f"{chart}<figcaption>{' '.join(names)}</figcaption>"
 
 
 def _tables(modes: Sequence[ModeReport]) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localbatch.compare.bench import scheduling_of
+from localbatch.compare.rows import requests_of
+from localbatch.compare.task import MadeUpRows
 from localbatch.data.config import EngineConfig
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
@@ -21,7 +23,8 @@ from localbatch.scheduler.sequence import Sequence as TokenSequence
 class Fork:
     """A row of which two runs agree up to a token."""
 
-    request: Request
+    row: int
+    """`Request.index`."""
     before: tuple[int, ...]
     """The answer as far as they agree."""
     token: int | None
@@ -35,6 +38,8 @@ class MarginTask:
     """Forks to be looked at, in one process."""
 
     config: EngineConfig
+    rows: tuple[Request, ...] | MadeUpRows
+    """Those of the forks among them."""
     forks: tuple[Fork, ...]
 
 
@@ -45,10 +50,12 @@ def margins(backend: Backend, task: MarginTask) -> list[float]:
     the last bits. An answer's end counts as the likeliest of the tokens that end one.
     """
     encoder = PromptEncoder(backend, task.config.chat_template)
+    requests = {request.index: request for request in requests_of(task.rows, backend)}
     found = []
     for fork in task.forks:
-        tokens = [*encoder.encode(fork.request), *fork.before]
-        logits = _last_logits(backend, task.config, fork.request, tokens)
+        request = requests[fork.row]
+        tokens = [*encoder.encode(request), *fork.before]
+        logits = _last_logits(backend, task.config, request, tokens)
         ends = backend.card.end_tokens
         found.append(_value(logits, fork.token, ends) - _value(logits, fork.other, ends))
     return found

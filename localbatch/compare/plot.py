@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from localbatch.compare.curves import Curve
 from localbatch.compare.report import Comparison, ModeReport
-from localbatch.compare.sweep import Curve, Sweep
+from localbatch.compare.sweep import Sweep
 from localbatch.compare.trace import spans
 from localbatch.data.errors import ConfigError, OutputError
 

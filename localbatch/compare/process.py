@@ -20,9 +20,11 @@ import psutil
 from localbatch.compare.gpu import GpuReading, read_gpus
 from localbatch.compare.margins import MarginTask
 from localbatch.compare.probe import Costs, ProbeTask
-from localbatch.compare.task import Outcome, Task, joined
+from localbatch.compare.task import CardTask, Outcome, Task, joined
 from localbatch.compare.worker import Failed
+from localbatch.data.config import EngineConfig
 from localbatch.data.errors import WorkerError
+from localbatch.engine.backend import ModelCard
 from localbatch.engine.client import worker_environment
 
 _CODE = "import sys; sys.path[:] = {path!r}; from localbatch.compare.worker import main; main()"
@@ -53,6 +55,16 @@ def run_task(task: Task) -> Outcome:
     return outcome
 
 
+def read_card(config: EngineConfig) -> ModelCard:
+    """Return what the model says of itself, without its weights.
+
+    Raises `LocalbatchError` for one that can't be used, and for GPUs that aren't there.
+    """
+    with _Worker(CardTask(replace(config, metadata_only=True))) as worker:
+        found: ModelCard = worker.receive()
+        return found
+
+
 def run_margins(task: MarginTask) -> list[float]:
     """Return the margins of forks, computed in a fresh process."""
     with _Worker(task) as worker:
@@ -70,7 +82,7 @@ def run_probe(task: ProbeTask) -> Costs:
 class _Worker:
     """A process with a task; it is ended with the block."""
 
-    def __init__(self, task: Task | MarginTask | ProbeTask) -> None:
+    def __init__(self, task: Task | CardTask | MarginTask | ProbeTask) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
         try:
             # `-c` with the parent's own path: `-m` would put the current folder first.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from localbatch.compare.figures import Agreement, Figures
+from localbatch.compare.figures import Agreement, Difference, Figures
 from localbatch.compare.task import Outcome
 
 
@@ -62,6 +62,7 @@ class ModeReport:
             "processes": self.sample.processes, "lanes": self.sample.lanes,
             "threads": self.sample.threads, "rows_alive": self.sample.width,
             "batch_rows": self.sample.batch_rows, "layout": self.sample.layout,
+            "placement": self.sample.placement,
             "speedup": self.speedup.median, "speedup_range": list(self.speedup[1:]),
             "efficiency": self.efficiency, "agreement": agreement_dict(self.agreement),
         }  # fmt: skip
@@ -217,17 +218,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 _MOST_DIFFERENCES = 5
 
 
+def difference_text(found: Difference) -> str:
+    """Return where a row differs, and how close it was there."""
+    margin = "" if found.margin is None else f", margin {found.margin:.4f}"
+    return f"row {found.row + 1} differs from token {found.position + 1} on{margin}"
+
+
 def difference_lines(report: Comparison) -> list[str]:
     """Return where answers differ from the reference's, for the first few rows of each mode."""
     lines = []
     for mode in report.modes:
         found = mode.agreement.differences
         for difference in found[:_MOST_DIFFERENCES]:
-            margin = "" if difference.margin is None else f", margin {difference.margin:.4f}"
-            lines.append(
-                f"{mode.mode}: row {difference.row + 1} differs from token "
-                f"{difference.position + 1} on{margin}"
-            )
+            lines.append(f"{mode.mode}: {difference_text(difference)}")
         if len(found) > _MOST_DIFFERENCES:
             lines.append(f"{mode.mode}: {len(found) - _MOST_DIFFERENCES} more rows differ")
     return lines

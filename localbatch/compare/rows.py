@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from localbatch.compare.task import MadeUpRows
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Backend
 
 _PIECES = (" word", " a", "!")
+
+
+def requests_of(rows: Sequence[Request] | MadeUpRows, backend: Backend) -> list[Request]:
+    """Return rows as they are, or make them up."""
+    return made_up(backend, rows) if isinstance(rows, MadeUpRows) else list(rows)
 
 
 def made_up(backend: Backend, wanted: MadeUpRows) -> list[Request]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log2, log10
@@ -12,7 +12,7 @@ import numpy as np
 from localbatch.compare.trace import Span
 
 WIDTH = 760
-_LEFT, _RIGHT, _BAR, _LINE_HEIGHT = 170, 70, 26, 260
+_LEFT, _RIGHT, _BAR, _LINE_HEIGHT = 170, 70, 26, 340
 _MOST_TIMELINE, _LEAST_SLOT, _MOST_SLOT = 240, 3, 14
 
 
@@ -90,36 +90,66 @@ class Line:
 
 
 def lines(values: Sequence[Line], unit: str) -> str:
-    """Return curves over a doubling axis, from 0 upwards."""
+    """Return curves over a doubling axis, from 0 upwards; what each colour means is told beside it.
+
+    Texts leave room for twice their size, which a narrow page gives them; labels of class `extra`
+    are in each other's way then.
+    """
     points = [point for line in values for point in line.points]
     if not points:
         return ""
-    most, last = max(y for _, y in points) or 1, max(1.0, log2(max(x for x, _ in points)))
-    left, plot, height = 70, WIDTH - 90 - _LEFT, _LINE_HEIGHT
+    highest = max(y for _, y in points) or 1
+    step = _round_step(highest)
+    most = step * ceil(highest / step - 1e-9)
+    last = max(1.0, log2(max(x for x, _ in points)))
+    left, height = 104, _LINE_HEIGHT
+    plot = WIDTH - left - 40
 
     def place(x: int, y: float) -> tuple[float, float]:
-        return left + plot * log2(x) / last, 10 + (height - 10) * (1 - y / most)
+        return left + plot * log2(x) / last, 26 + (height - 26) * (1 - y / most)
 
     parts = []
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        level = place(1, most * share)[1]
+    for number in range(round(most / step) + 1):
+        level = place(1, step * number)[1]
         parts.append(f'<path class="grid" d="M{left} {level:.1f}h{plot}"/>')
-        parts.append(_text(left - 8, level + 4, _number(most * share), "end"))
-    for batch in sorted({x for x, _ in points}):
-        parts.append(_text(place(batch, 0)[0], height + 18, str(batch), "middle"))
-    parts.append(_text(left + plot / 2, height + 36, f"rows in the batch; {unit}", "middle"))
+        parts.append(_text(left - 10, level + 5, _number(step * number), "end"))
+    places = {x: place(x, 0)[0] for x in sorted({x for x, _ in points})}
+    narrow = _apart(places, 13)
+    for batch in _apart(places, 7):
+        kind = "" if batch in narrow else "extra"
+        parts.append(_text(places[batch], height + 28, str(batch), "middle", kind))
+    parts.append(_text(left + plot / 2, height + 60, f"rows in the batch; {unit}", "middle"))
     for number, line in enumerate(values):
-        places = [place(*point) for point in line.points]
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in (place(*point) for point in line.points))
         parts.append(f'<path class="line stroke-{number % 4}" d="M{path}"/>' if path else "")
-        for (x, y), (batch, value) in zip(places, line.points, strict=True):
-            size = 7 if batch == line.marked else 3.5
+        for batch, value in line.points:
+            size = 8 if batch == line.marked else 4
             told = f"{line.label}, {batch} rows: {value:.4g} {unit}"
-            parts.append(_dot(x, y, size, f"series-{number % 4}", told))
-        top = 14 + 20 * number
-        parts.append(_dot(left + plot + 20, top, 5, f"series-{number % 4}", line.label))
-        parts.append(_text(left + plot + 30, top + 4, line.label, "start"))
-    return _svg(height + 44, parts, "lines")
+            parts.append(_dot(*place(batch, value), size, f"series-{number % 4}", told))
+    return _svg(height + 70, parts, "lines")
+
+
+def _round_step(most: float) -> float:
+    """Return a round number that three to six of make up to `most`."""
+    power = 10.0 ** floor(log10(most / 4))
+    return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * 6 >= most)
+
+
+def _apart(places: Mapping[int, float], letter: float) -> list[int]:
+    """Return the numbers that can be written at their places, letters being so wide.
+
+    The largest comes first, then doublings, then what fits between.
+    """
+    kept: list[int] = []
+    by_worth = sorted(places, key=lambda x: (x != max(places), x & (x - 1) != 0, x))
+    for number in by_worth:
+        if all(
+            abs(places[number] - places[other])
+            >= letter * ((len(str(number)) + len(str(other))) / 2 + 0.6)
+            for other in kept
+        ):
+            kept.append(number)
+    return kept
 
 
 def timeline(spans: Sequence[Span], wall_s: float, places: Sequence[int]) -> str:
@@ -159,8 +189,9 @@ def _svg(height: float, parts: Sequence[str], kind: str) -> str:
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
+    named = f' class="{kind}"' if kind else ""
+    return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _rect(x: float, y: float, width: float, height: float, kind: str, told: str) -> str:

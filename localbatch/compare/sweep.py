@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import log2
 from typing import Any
 
 from localbatch.compare.bench import too_many
 from localbatch.compare.comparison import PADDED
-from localbatch.compare.figures import Agreement, Figures, agreement, figures, per_second
+from localbatch.compare.curves import Curve, Point, curve_of
+from localbatch.compare.forks import Answers, Margins, forks_of, with_margins
 from localbatch.compare.machine import machine
+from localbatch.compare.margins import MarginTask
 from localbatch.compare.modes import Continuous, Sequential, Static
-from localbatch.compare.process import run_task
+from localbatch.compare.process import run_margins, run_task
 from localbatch.compare.report import agreement_dict
 from localbatch.compare.rounds import Run, Series, Tell, run_rounds
-from localbatch.compare.task import MadeUpRows, Outcome, Task
+from localbatch.compare.task import (
+    MOST_ROUNDS,
+    MOST_TOKENS,
+    MadeUpRows,
+    Task,
+    check_range,
+)
 from localbatch.data.config import MAX_SLOTS, EngineConfig, KVLayout
 from localbatch.data.errors import ConfigError, EngineError, LocalbatchError
 from localbatch.engine.backend import Numerics
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_ROWS = 1024
+MOST_WAVES = 1000
+MOST_MARGINS = 5
+"""Rows of a batch size whose first difference is looked at closely."""
 SCHEMES = (Static.name, Continuous.name)
 
-FLAT = 0.1
-"""A doubling of the batch that gives less than this share more is not worth it."""
+
+def bad_size(found: str) -> str:
+    """Say that something is no batch size."""
+    return f"sizes: must be whole numbers from 1 to {MOST_ROWS:,}, as 1,2,4; found {found}"
 
 
 @dataclass(frozen=True)
@@ -46,60 +57,29 @@ class SweepConfig:
     """Also run the rows one at a time, once and outside of all figures, and compare answers."""
     name: str = ""
     """What the report calls the model."""
+    max_ctx: int | None = None
+    """Context of the model in tokens, if it is known: rows must fit it, or that of `engine`."""
 
     def __post_init__(self) -> None:
-        if not self.sizes or not all(1 <= size <= MOST_ROWS for size in self.sizes):
-            raise ConfigError(f"sizes: must be whole numbers from 1 to {MOST_ROWS}")
+        wrong = [f"{size:,}" for size in self.sizes if not 1 <= size <= MOST_ROWS]
+        if wrong or not self.sizes:
+            raise ConfigError(bad_size(wrong[0] if wrong else "nothing"))
         if unknown := [name for name in self.schemes if name not in SCHEMES]:
             raise ConfigError(f"schemes: {unknown[0]!r} is not one of {', '.join(SCHEMES)}")
-        for name in ("prompt_tokens", "max_tokens", "rounds", "waves"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: must be at least 1, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One batch size; medians of the rounds."""
-
-    batch: int
-    wall_s: float
-    wall_range_s: tuple[float, float]
-    total_tokens: int
-    """Prompts and answers."""
-    tokens_per_s: float
-    """Prompts and answers."""
-    output_tokens_per_s: float
-    peak_mib: float
-    memory_change_mib: float
-    """Against the curve's smallest batch."""
-    speedup_over_1: float | None
-    """Of `output_tokens_per_s`; `None` if a batch of one row was not measured."""
-    speedup_over_2: float | None
-    efficiency: float | None
-    """`speedup_over_1` for each row of the batch."""
-    ttft_p50_s: float = 0.0
-    """From the start to a row's first token; all rows arrive at once."""
-    itl_p50_s: float = 0.0
-    """From one token of a row to its next."""
-    latency_p50_s: float = 0.0
-    """From the start to a row's last token."""
-    agreement: Agreement | None = None
-    """With the same rows one at a time, in the round with the least; `None`: not checked."""
-    gpu_use: float | None = None
-    gpu_peak_mib: float | None = None
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One scheme in one KV layout."""
-
-    scheme: str
-    layout: str
-    points: tuple[Point, ...]
-    failed: Mapping[int, str]
-    """Why a batch size could not be measured."""
-    knee: int | None
-    """The batch size after which the gain flattens; `None`: it still grows at the largest."""
+        check_range("prompt_tokens", self.prompt_tokens, 1, MOST_TOKENS)
+        check_range("max_tokens", self.max_tokens, 1, MOST_TOKENS)
+        check_range("rounds", self.rounds, 1, MOST_ROUNDS)
+        check_range("waves", self.waves, 1, MOST_WAVES)
+        longest, whose = (
+            self.engine.ctx or self.max_ctx,
+            "--ctx" if self.engine.ctx else "the model's",
+        )
+        needed = self.prompt_tokens + self.max_tokens
+        if longest and needed > longest:
+            raise ConfigError(
+                f"prompt_tokens: {self.prompt_tokens:,} and --max-tokens {self.max_tokens:,} are "
+                f"{needed:,} tokens a row, more than the context of {longest:,} ({whose})"
+            )
 
 
 @dataclass(frozen=True)
@@ -123,7 +103,13 @@ class Sweep:
         return told
 
 
-def sweep(config: SweepConfig, *, run: Run = run_task, tell: Tell = lambda line: None) -> Sweep:
+def sweep(
+    config: SweepConfig,
+    *,
+    run: Run = run_task,
+    look: Margins = run_margins,
+    tell: Tell = lambda line: None,
+) -> Sweep:
     """Measure every batch size of every curve, each in a process of its own, in every round.
 
     Raises `EngineError` if nothing could be measured.
@@ -141,6 +127,8 @@ def sweep(config: SweepConfig, *, run: Run = run_task, tell: Tell = lambda line:
             runs = {size: series.runs[n] for size, n in names.items() if n in series.runs}
             reasons = {size: failed[n] for size, n in names.items() if n in failed}
             curves.append(curve_of(scheme, layout.value, runs, reasons, answers))
+    if answers is not None:
+        curves = looked_at(curves, answers, config, look)
     return Sweep(
         config.name or config.engine.model, machine(), config.prompt_tokens, config.max_tokens,
         config.rounds, tuple(curves), (*notes, *_notes_on(series)),
@@ -149,16 +137,43 @@ def sweep(config: SweepConfig, *, run: Run = run_task, tell: Tell = lambda line:
 
 def reference_of(
     config: SweepConfig, series: Series, run: Run, tell: Tell
-) -> tuple[Mapping[int, Sequence[int]] | None, list[str]]:
+) -> tuple[Answers | None, list[str]]:
     """Return the answers of the most rows that were measured, run one at a time, and remarks."""
     most = max(len(runs[0].tokens) for runs in series.runs.values())
     rows = MadeUpRows(most, config.prompt_tokens, config.max_tokens)
-    engine = replace(config.engine, kv_layout=KVLayout.STREAMS)
     tell(f"{most} rows one at a time, to compare answers with")
     try:
-        return run(Task(Sequential.name, engine, rows, batch=1)).tokens, []
+        return run(Task(Sequential.name, _one_at_a_time(config), rows, batch=1)).tokens, []
     except LocalbatchError as error:
         return None, [f"answers were not checked: {error}"]
+
+
+def looked_at(
+    curves: Sequence[Curve], answers: Answers, config: SweepConfig, look: Margins
+) -> list[Curve]:
+    """Look at how close the first tokens were that differ, for some rows of each batch size."""
+    points = [point for curve in curves for point in curve.points]
+    agreements = [point.agreement for point in points if point.agreement is not None]
+    found = [forks_of(each, answers, MOST_MARGINS) for each in agreements]
+    forks = tuple({fork: None for each in found for fork in each})  # sizes often fork alike
+    if not forks:
+        return list(curves)
+    rows = MadeUpRows(len(answers), config.prompt_tokens, config.max_tokens)
+    try:
+        values = look(MarginTask(_one_at_a_time(config), rows, forks))
+    except LocalbatchError:  # the sweep is worth having without
+        return list(curves)
+    known = dict(zip(forks, values, strict=True))
+
+    def put_in(point: Point) -> Point:
+        own = point.agreement
+        return replace(point, agreement=own and with_margins(own, answers, known))
+
+    return [replace(curve, points=tuple(map(put_in, curve.points))) for curve in curves]
+
+
+def _one_at_a_time(config: SweepConfig) -> EngineConfig:
+    return replace(config.engine, kv_layout=KVLayout.STREAMS)
 
 
 def _notes_on(series: Series) -> list[str]:
@@ -197,82 +212,3 @@ def tasks_of(config: SweepConfig) -> dict[str, Task]:
 
 def _name(scheme: str, layout: KVLayout, size: int) -> str:
     return f"{scheme}, {layout.value}, {size}"
-
-
-def curve_of(
-    scheme: str,
-    layout: str,
-    runs: Mapping[int, Sequence[Outcome]],
-    failed: Mapping[int, str],
-    answers: Mapping[int, Sequence[int]] | None = None,
-) -> Curve:
-    """Put the measurements of a curve together, by batch size.
-
-    `answers` are those of the rows one at a time, if they are to be compared.
-    """
-    found = {size: [figures(outcome) for outcome in rounds] for size, rounds in runs.items()}
-    wall = {size: _median(rounds, "wall_s") for size, rounds in found.items()}
-    rate = {size: per_second(rounds[0].output_tokens, wall[size]) for size, rounds in found.items()}
-    peak = {size: _median(rounds, "peak_mib") for size, rounds in found.items()}
-    points = []
-    for size, rounds in found.items():
-        walls = [each.wall_s for each in rounds]
-        total = rounds[0].prompt_tokens + rounds[0].output_tokens
-        over_1 = _ratio(rate[size], rate.get(1))
-        points.append(
-            Point(
-                batch=size, wall_s=wall[size], wall_range_s=(min(walls), max(walls)),
-                total_tokens=total, tokens_per_s=per_second(total, wall[size]),
-                output_tokens_per_s=rate[size], peak_mib=peak[size],
-                memory_change_mib=peak[size] - peak[min(peak)],
-                speedup_over_1=over_1, speedup_over_2=_ratio(rate[size], rate.get(2)),
-                efficiency=None if over_1 is None else over_1 / size,
-                ttft_p50_s=_median(rounds, "ttft_p50_s"), itl_p50_s=_median(rounds, "itl_p50_s"),
-                latency_p50_s=_median(rounds, "latency_p50_s"),
-                agreement=None if answers is None else _least_agreement(answers, runs[size]),
-                gpu_use=_median_or_none(rounds, "gpu_use"),
-                gpu_peak_mib=_median_or_none(rounds, "gpu_peak_mib"),
-            )
-        )  # fmt: skip
-    return Curve(scheme, layout, tuple(points), dict(failed), knee(rate))
-
-
-def _median(rounds: Sequence[Figures], name: str) -> float:
-    values: list[float] = [getattr(each, name) for each in rounds]
-    return statistics.median(values)
-
-
-def _median_or_none(rounds: Sequence[Figures], name: str) -> float | None:
-    values = [getattr(each, name) for each in rounds]
-    return None if None in values else statistics.median(values)
-
-
-def _least_agreement(answers: Mapping[int, Sequence[int]], rounds: Sequence[Outcome]) -> Agreement:
-    """Compare only the rows that a batch size has, in the round with the fewest that agree."""
-    found = []
-    for outcome in rounds:
-        rows = {*outcome.tokens, *outcome.errors}
-        same = {row: tokens for row, tokens in answers.items() if row in rows}
-        found.append(agreement(same, outcome.tokens))
-    return min(found, key=lambda one: one.identical)
-
-
-def _ratio(rate: float, base: float | None) -> float | None:
-    return rate / base if base else None
-
-
-def knee(rates: Mapping[int, float]) -> int | None:
-    """Return the least batch size over which none of the larger ones gains enough.
-
-    Enough is a tenth for each doubling: four times the rows must be 1.21 times as fast. `None` if
-    the largest gains enough over all others.
-    """
-    sizes = sorted(rates)
-    for size in sizes[:-1]:
-        if all(
-            rates[larger] < rates[size] * (1 + FLAT) ** log2(larger / size)
-            for larger in sizes
-            if larger > size
-        ):
-            return size
-    return None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from localbatch.compare.report import rounds_text, table
-from localbatch.compare.sweep import FLAT, Curve, Point, Sweep
+from localbatch.compare.curves import FLAT, Curve, Point
+from localbatch.compare.figures import Difference
+from localbatch.compare.report import difference_text, rounds_text, table
+from localbatch.compare.sweep import Sweep
 
 
 class PointColumn(NamedTuple):
@@ -70,10 +72,32 @@ def sweep_text(report: Sweep) -> str:
         rows = [[column.show(point) for column in columns] for point in curve.points]
         lines += ["", f"{curve.scheme}, {curve.layout}", *table(head, rows)]
         lines += [f"batch {size}: not run: {reason}" for size, reason in curve.failed.items()]
-        lines.append(knee_line(curve))
+        lines += [knee_line(curve), *differing_lines(curve)]
     if report.notes:
         lines += ["", *(f"note: {note}" for note in report.notes)]
     return "\n".join(lines)
+
+
+def differing_lines(curve: Curve) -> list[str]:
+    """Return for each batch size with other answers its first row that differs."""
+    lines = []
+    for point in curve.points:
+        found = point.agreement.differences if point.agreement is not None else ()
+        if found:
+            others = len(found) - 1
+            more = (
+                f"; {others} more row{'s differ' if others > 1 else ' differs'}" if others else ""
+            )
+            lines.append(f"batch {point.batch}: {difference_text(found[0])}{more}{_most(found)}")
+    return lines
+
+
+def _most(found: Sequence[Difference]) -> str:
+    """Return the largest margin of several, either way."""
+    margins = [abs(each.margin) for each in found if each.margin is not None]
+    if len(margins) < 2:
+        return ""
+    return f", largest margin of the first {len(margins)}: {max(margins):.4f}"
 
 
 def knee_line(curve: Curve) -> str:

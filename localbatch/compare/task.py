@@ -7,9 +7,20 @@ from dataclasses import dataclass, field, replace
 
 from localbatch.compare.trace import Step
 from localbatch.data.config import EngineConfig
+from localbatch.data.errors import ConfigError
 from localbatch.data.request import Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.backend import Numerics
+
+MOST_ROUNDS = 1000
+MOST_TOKENS = 2**24
+"""Of a row: the longest context that the engine takes."""
+
+
+def check_range(name: str, value: int | None, low: int, high: int) -> None:
+    """Raise `ConfigError`, naming the setting, for a value that is out of range."""
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"{name}: must be from {low} to {high}, not {value}")
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,13 @@ class Task:
     """Which of them this is."""
 
 
+@dataclass(frozen=True)
+class CardTask:
+    """What the model says of itself is asked, and whether settings fit the GPUs."""
+
+    config: EngineConfig
+
+
 @dataclass
 class Outcome:
     """What one run of a mode gave; seconds since the common start of all its processes."""
@@ -58,6 +76,8 @@ class Outcome:
     """Of all lanes and processes together."""
     layout: str = ""
     """The KV layout."""
+    placement: str = "CPU"
+    """Where the model was, of each process."""
     prompt_tokens: dict[int, int] = field(default_factory=dict)
     """By `Request.index`, as are the next three."""
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)

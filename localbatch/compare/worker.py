@@ -20,8 +20,8 @@ from localbatch.compare.bench import Bench
 from localbatch.compare.margins import MarginTask, margins
 from localbatch.compare.modes import MODES
 from localbatch.compare.probe import ProbeTask, probe
-from localbatch.compare.rows import made_up
-from localbatch.compare.task import MadeUpRows, Outcome, Task
+from localbatch.compare.rows import requests_of
+from localbatch.compare.task import CardTask, Outcome, Task
 from localbatch.compare.trace import Clock, Step, Trace, TracedBackend
 from localbatch.data.errors import ConfigError, EngineError, LocalbatchError
 from localbatch.data.request import Request
@@ -67,6 +67,9 @@ def main() -> None:
     try:
         backend = make_backend(task.config)
         load_s = time.perf_counter() - started
+        if isinstance(task, CardTask):
+            send(backend.card)
+            return
         if isinstance(task, MarginTask):
             send(margins(backend, task))
             return
@@ -111,6 +114,7 @@ def measure(
         task.mode, setup_s=clock() - began, batch_rows=mode.batch_rows,
         width=min(mode.width, len(bench.requests)),
         lanes=mode.lanes, layout=task.config.kv_layout.value, numerics=mode.numerics,
+        placement=str(loaded.placement),
     )  # fmt: skip
     trace.start(wait_for_start())
     cpu_s = time.process_time()
@@ -126,9 +130,7 @@ def measure(
 
 def rows_of(task: Task, backend: Backend) -> list[Request]:
     """Return the rows that are this process's to run."""
-    rows = task.rows
-    every = made_up(backend, rows) if isinstance(rows, MadeUpRows) else list(rows)
-    return every[task.instance :: task.instances]
+    return requests_of(task.rows, backend)[task.instance :: task.instances]
 
 
 def warm_up(backend: Backend, prompt: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from localbatch.data.config import MAX_SLOTS, EngineConfig
 from localbatch.data.errors import DecodeError, ModelError
-from localbatch.engine import binding
+from localbatch.engine import binding, library
 from localbatch.engine.backend import ContextConfig, ModelCard, Numerics, Sample
 from localbatch.engine.batches import (
     calls,
@@ -55,7 +55,7 @@ class LlamaBackend:
         names = [gpu.name for gpu in placement.gpus]
         loaded = apart(  # weights are rearranged by several threads
             binding.Model, model, gpu_layers=placement.layers,
-            devices=[device for device in binding.gpu_devices() if device.name in names],
+            devices=[device for device in library.gpu_devices() if device.name in names],
             split_mode=placement.split_mode.value, tensor_split=tensor_split,
             metadata_only=metadata_only,
         )  # fmt: skip
@@ -70,7 +70,7 @@ class LlamaBackend:
         """Start without a context on a loaded model."""
         self.card, self.placement = card, placement
         self.on_gpu = bool(placement.gpus)
-        self.build = f"{binding.check_binding()} {binding.system_info()}"
+        self.build = f"{library.check_binding()} {library.system_info()}"
         self._model, self._path = model, path
         self._owns_model = False
         self._context: binding.Context | None = None
@@ -100,7 +100,7 @@ class LlamaBackend:
         if not self.on_gpu:
             return available_memory()
         names = [gpu.name for gpu in self.placement.gpus]
-        free = sum(d.free_bytes for d in binding.gpu_devices() if d.name in names)
+        free = sum(d.free_bytes for d in library.gpu_devices() if d.name in names)
         layers, all_layers = self.placement.layers, self._model.shape[0]
         if not 0 <= layers < all_layers:
             return free
@@ -260,7 +260,7 @@ def _check_range(slots: Sequence[int], num_slots: int) -> None:
 
 def found_gpus() -> list[Gpu]:
     """Return the GPUs that llama.cpp can use."""
-    return [Gpu(*device[1:]) for device in binding.gpu_devices()]
+    return [Gpu(*device[1:]) for device in library.gpu_devices()]
 
 
 def find_placement(config: EngineConfig) -> Placement:

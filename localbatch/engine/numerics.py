@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localbatch.data.errors import EngineError
-from localbatch.engine import binding
+from localbatch.engine import binding, library
 from localbatch.engine.backend import Numerics
 from localbatch.engine.cache import FactCache, fact_key
 
@@ -36,7 +36,7 @@ def padded(rows: int) -> int:
 def cuts_alike_of(model: binding.Model, path: str, threads: int) -> bool:
     """Return what `cuts_alike` finds, or found in an earlier run on this machine."""
     cache = FactCache()
-    key = fact_key("cuts 1", path, threads, binding.check_binding(), binding.system_info())
+    key = fact_key("cuts 1", path, threads, library.check_binding(), library.system_info())
     known = cache.get(key)
     if known not in ("alike", "differ"):
         known = "alike" if cuts_alike(model, threads) else "differ"
@@ -82,7 +82,7 @@ def _prompt_logits(context: binding.Context, ends: tuple[int, ...]) -> npt.NDArr
 def numerics_of(model: binding.Model, path: str, threads: int) -> Numerics:
     """Return what `probe` finds, or found in an earlier run on this machine."""
     cache = FactCache()
-    key = fact_key("numerics 1", path, threads, binding.check_binding(), binding.system_info())
+    key = fact_key("numerics 1", path, threads, library.check_binding(), library.system_info())
     known = cache.get(key)
     if known in {numerics.value for numerics in Numerics}:
         return Numerics(known)

@@ -24,11 +24,11 @@ REBUILD = (
 )
 _BUILD_CODE = """\
 import sys; sys.path[:] = {path!r}
-from localbatch.engine import binding
-print(binding.check_binding())
-print(binding.system_info())
+from localbatch.engine import library
+print(library.check_binding())
+print(library.system_info())
 from localbatch.engine.llama import found_gpus
-print("; ".join(map(str, found_gpus())) if binding.supports_gpu() else "no")
+print("; ".join(map(str, found_gpus())) if library.supports_gpu() else "no")
 """
 _NUMERICS = {
     Numerics.SAME_AS_ALONE: "a row's logits are the same bits in any batch as alone",
