@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -141,6 +142,9 @@ def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -
             result = SummaryResult()
             ended: dict[str, DocumentResult] = {}
             written = WrittenSummaries(folder, old)
+            answers, places = Answers(journal), _places(documents, journal, old)
+            answers.drop_stale(places.__contains__)
+            journal.update_manifest({"documents": places})
 
             def on_document(done: DocumentResult) -> None:
                 written.write(done, with_sources=config.with_sources)
@@ -151,13 +155,14 @@ def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -
 
             try:
                 with result.timed():
-                    _compute(config, documents, journal, result, on_document, watch)
+                    _compute(config, documents, answers, result, on_document, watch)
             finally:
                 result.documents = [ended[name] for name in sorted(ended)]
                 result.removed = written.remove_stale({d.name for d in documents})
                 journal.update_manifest({"written": written.known})
                 if ended:
                     write_index(folder, result.documents)
+                answers.drop_stale(lambda n: n in places and not _is_settled(ended.get(n)))
                 _note_end(journal, result)
     return result
 
@@ -171,6 +176,21 @@ def _written(path: Path) -> dict[str, Any]:
         return {}
 
 
+def _places(
+    documents: Sequence[Document], journal: Journal, written: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return name -> path of the documents that are there, of this run and earlier ones."""
+    known = {name: path for name, (path, _) in written.items()}
+    known |= journal.manifest.get("documents") or {}
+    places = {name: path for name, path in known.items() if os.path.exists(path)}
+    return places | {document.name: os.path.abspath(document.path) for document in documents}
+
+
+def _is_settled(done: DocumentResult | None) -> bool:
+    """Whether all that was asked of a document is known: not so if a part of it failed."""
+    return done is not None and (done.error is None or not done.chunks)
+
+
 def _note_end(journal: Journal, result: SummaryResult) -> None:
     """Note whether all is done, for `localbatch status`."""
     is_done = not result.interrupted and result.error is None
@@ -180,7 +200,7 @@ def _note_end(journal: Journal, result: SummaryResult) -> None:
 def _compute(
     config: SummaryConfig,
     documents: Sequence[Document],
-    journal: Journal,
+    answers: Answers,
     result: SummaryResult,
     on_document: Callable[[DocumentResult], object],
     watch: Watch,
@@ -189,7 +209,7 @@ def _compute(
     with open_cutter(config) as cutter:
         stream = SummaryStream(
             documents, partial(extract, encoding=config.encoding), cutter, cutter.prompts,
-            Answers(journal), on_document,
+            answers, on_document,
         )  # fmt: skip
         result.counts = stream.counts
         rows = stream.rows()
@@ -205,7 +225,7 @@ def _compute(
                     result.numerics = llm.stats.numerics
                     watch(result.counts, None)
         finally:
-            journal.flush()
+            answers.flush()
 
 
 def open_cutter(config: SummaryConfig) -> Cutter:
