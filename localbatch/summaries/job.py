@@ -20,7 +20,13 @@ from localbatch.engine.llm import LLM
 from localbatch.formats.inputs import InputOptions
 from localbatch.jobs.job import completions
 from localbatch.jobs.journal import Journal, RowKind
-from localbatch.jobs.journal_files import INDEX, JobLock, journal_path, remove_journal
+from localbatch.jobs.journal_files import (
+    INDEX,
+    JobLock,
+    check_is_journal,
+    journal_path,
+    remove_journal,
+)
 from localbatch.jobs.manifest import make_manifest
 from localbatch.jobs.resume import Resume
 from localbatch.models.catalog import resolve_model
@@ -28,7 +34,7 @@ from localbatch.summaries.answers import Answers
 from localbatch.summaries.cutter import CHUNK_TOKENS, Cutter
 from localbatch.summaries.documents import Document, find_documents
 from localbatch.summaries.extract import AUTO, check_libraries, extract
-from localbatch.summaries.outputs import make_folder, write_index
+from localbatch.summaries.outputs import check_folder, make_folder, write_index
 from localbatch.summaries.prompts import Prompts, SummaryOptions
 from localbatch.summaries.stream import Counts, SummaryStream
 from localbatch.summaries.work import DocumentResult
@@ -119,7 +125,7 @@ class SummaryResult:
 
 
 Watch = Callable[[Counts, "DocumentResult | None"], object]
-"""Told of every finished row, and of every document that ends."""
+"""Told of every document that is about to be read, finished row, and document that ends."""
 
 
 def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -> SummaryResult:
@@ -209,7 +215,7 @@ def _compute(
     with open_cutter(config) as cutter:
         stream = SummaryStream(
             documents, partial(extract, encoding=config.encoding), cutter, cutter.prompts,
-            answers, on_document,
+            answers, on_document, lambda: watch(stream.counts, None),
         )  # fmt: skip
         result.counts = stream.counts
         rows = stream.rows()
@@ -238,8 +244,27 @@ def open_cutter(config: SummaryConfig) -> Cutter:
     )  # fmt: skip
 
 
+def check_output(config: SummaryConfig) -> None:
+    """Raise `LocalbatchError` if a run would be refused its output; writes nothing."""
+    check_folder(config.output)
+    path = journal_path(str(Path(config.output, INDEX)))
+    JobLock.check(path)
+    check_is_journal(path)
+    if not config.fresh and path.exists() and path.stat().st_size:
+        with Journal(path, read_only=True) as journal:
+            Resume(journal, _manifest(config), config.output)
+
+
 def _claim(config: SummaryConfig, journal: Journal) -> None:
     """Compare the job with its journal; raises `JournalError` if it is of other settings."""
+    Resume(journal, _manifest(config), config.output).accept()
+    journal.update_manifest({"rows": None})
+    if config.retry_failed:
+        journal.forget([RowKind.FAILED])
+
+
+def _manifest(config: SummaryConfig) -> dict[str, Any]:
+    """Return what makes the job the same job."""
     model = config.model
     if config.engine.get("backend", "llama") == "llama":
         model = str(resolve_model(model))
@@ -250,7 +275,4 @@ def _claim(config: SummaryConfig, journal: Journal) -> None:
     del manifest["same"]["--max-tokens"]  # set by the length
     manifest["same"] |= {**options, "--style": config.options.style.value}
     manifest["same"]["--chunk-tokens"] = config.chunk_tokens
-    Resume(journal, manifest, config.output).accept()
-    journal.update_manifest({"rows": None})
-    if config.retry_failed:
-        journal.forget([RowKind.FAILED])
+    return manifest
