@@ -157,6 +157,16 @@ class TestJournal:
         assert "there is no such journal" in status.output
 
 
+def test_a_job_of_python_goes_on_in_the_command(job: Job) -> None:
+    """Settings that are left out are those that the command names."""
+    total = job.run().counts.finished_nodes
+    done = CliRunner().invoke(main, command(job))
+    assert f"{total} chunks and merges ({total} by earlier runs)" in done.stderr, done.stderr
+    assert job.run().counts.resumed_nodes == total
+    other = CliRunner().invoke(main, command(job, "--kv-layout", "unified"))
+    assert '--kv-layout was "streams", is "unified"' in other.stderr
+
+
 class TestEncodings:
     TEXT = "Die Straße führt über den Fluß. Die Brücke wurde 1850 gebaut und ist schön. " * 20
 
