@@ -103,6 +103,26 @@ class TestMail:
         """Is laid out as text."""
         assert "Closed on Monday." in extract(self.make(tmp_path, html=PAGE)).text
 
+    def test_html_beside_an_empty_text(self, tmp_path: Path) -> None:
+        """Some programs send a blank line as the plain text."""
+        found = extract(self.make(tmp_path, plain="\n", html=PAGE))
+        assert "Closed on Monday." in found.text
+
+    @pytest.mark.parametrize(
+        ("charset", "written_in"),
+        [("utf-8", "cp1252"), ("us-ascii", "utf-8"), ("x-unknown", "cp1252"), ("big5", "utf-8")],
+    )
+    def test_a_wrong_charset(self, tmp_path: Path, charset: str, written_in: str) -> None:
+        """What can't be read as the mail says is read as what it is."""
+        head = f"Subject: x\nContent-Type: text/plain; charset={charset}\n"
+        mail = f"{head}Content-Transfer-Encoding: 8bit\n\nGrüße aus Köln".encode(written_in)
+        assert extract(written(tmp_path, "m.eml", mail)).text.endswith("Grüße aus Köln")
+
+    def test_attachments_alone(self, tmp_path: Path) -> None:
+        """Are no text of the mail."""
+        with pytest.raises(InputError, match="only what is attached"):
+            extract(self.make(tmp_path))
+
     def test_no_mail(self, tmp_path: Path) -> None:
         """Bytes of no meaning have an error."""
         path = written(tmp_path, "x.eml", b"Content-Type: image/png\n\n\x89PNG")
@@ -124,8 +144,23 @@ class TestHtml:
         page = "<p>Grüße</p>"
         assert extract(written(tmp_path, "q.htm", page.encode())).text.strip() == "Grüße"
 
+    def test_nothing_to_be_seen(self, tmp_path: Path) -> None:
+        """Is no text, whatever else the page has."""
+        head = "<html><head><title>x</title><style>b{}</style></head><body>"
+        for page in ("<!-- x -->", f"{head}<nav>Home</nav><script>var a</script></body></html>"):
+            with pytest.raises(InputError, match="has no text"):
+                extract(written(tmp_path, "p.html", page.encode()))
+
 
 class TestPdf:
+    def test_without_pages(self, tmp_path: Path) -> None:
+        """Is no scan."""
+        import pypdf
+
+        pypdf.PdfWriter().write(tmp_path / "a.pdf")
+        with pytest.raises(InputError, match="has no pages"):
+            extract(tmp_path / "a.pdf")
+
     def test_text(self, tmp_path: Path) -> None:
         """The text of its pages."""
         found = extract(written(tmp_path, "a.pdf", make_pdf("The bridge is closed.")))
@@ -173,8 +208,54 @@ class TestDocx:
         assert found.text == "Before.\n\nleft | right\n\nAfter."
         assert found.title == "Minutes"
 
+    def test_what_word_keeps_apart(self, tmp_path: Path) -> None:
+        """Notes, tables in tables and form fields; merged cells once, no table of contents."""
+        import docx
+        from docx.opc.constants import RELATIONSHIP_TYPE
+        from docx.opc.packuri import PackURI
+        from docx.opc.part import Part
+        from docx.oxml import parse_xml
+
+        w = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+        document = docx.Document()
+        table = document.add_table(2, 2)
+        table.cell(0, 0).merge(table.cell(0, 1)).text = "wide"
+        table.cell(1, 0).text = "left"
+        table.cell(1, 1).add_table(1, 1).cell(0, 0).text = "inner"
+        for gallery, text in (("Table of Contents", "contents"), ("Cover Pages", "cover")):
+            document.element.body.insert(0, parse_xml(
+                f'<w:sdt {w}><w:sdtPr><w:docPartObj><w:docPartGallery w:val="{gallery}"/>'
+                f"</w:docPartObj></w:sdtPr><w:sdtContent><w:p><w:r><w:t>{text}</w:t></w:r></w:p>"
+                "</w:sdtContent></w:sdt>"
+            ))  # fmt: skip
+        notes = (
+            f'<w:footnotes {w}><w:footnote w:type="separator"><w:p><w:r><w:t>-</w:t></w:r></w:p>'
+            "</w:footnote><w:footnote><w:p><w:r><w:t>It cost </w:t></w:r><w:r><w:t>700.</w:t></w:r>"
+            "</w:p></w:footnote></w:footnotes>"
+        )
+        part = Part(
+            PackURI("/word/footnotes.xml"), "application/xml", notes.encode(),
+            document.part.package,
+        )  # fmt: skip
+        document.part.relate_to(part, RELATIONSHIP_TYPE.FOOTNOTES)
+        document.save(str(tmp_path / "m.docx"))
+        found = extract(tmp_path / "m.docx")
+        assert found.text == "cover\n\nwide\nleft | inner\n\nIt cost 700."
+
 
 class TestEpub:
+    @pytest.mark.parametrize("spine", ["", '<itemref idref="gone"/>'])
+    def test_a_broken_spine(self, tmp_path: Path, spine: str) -> None:
+        """The chapters are those there are; an empty one is no error."""
+        package = (
+            '<package xmlns="http://www.idpf.org/2007/opf"><manifest>'
+            '<item id="a" href="text/a.xhtml"/><item id="c" href="c.xhtml"/>'
+            f"</manifest><spine>{spine}</spine></package>"
+        )
+        more = {"OEBPS/book.opf": package, "OEBPS/c.xhtml": ""}
+        found = extract(written(tmp_path, "b.epub", make_epub(**more)))
+        assert found.text.split() == ["Chapter", "A."]
+
     def test_chapters(self, tmp_path: Path) -> None:
         """In the order of reading."""
         found = extract(written(tmp_path, "b.epub", make_epub()))
@@ -212,3 +293,63 @@ def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"pypdf is needed .* pip install 'localbatch\[docs\]'"):
         extract(path)
     assert extract(written(tmp_path, "a.md", b"# Title\n\ntext")).title == "Title"
+
+
+class TestTitles:
+    @pytest.mark.parametrize(
+        "title",
+        ["(anonymous)", "untitled", "Untitled Document", "Untitled-1", " ", "letter.dvi", "[ ]",
+         "Microsoft Word - report final v3.doc", "Document1", "unknown", "PowerPoint Presentation",
+         "file:///home/me/x", "\ufeffuntitled", "Unbenanntes Dokument"],
+    )  # fmt: skip
+    def test_one_that_says_nothing(self, tmp_path: Path, title: str) -> None:
+        """The first heading stands for it, and the file's name where there is none."""
+        import docx
+
+        for heading, expected in (("Bridge closed", "Bridge closed"), ("", "mayor")):
+            long = "The river is long and the bridge is old and grey. " * 6
+            page = f"<title>{title}</title><p>{long}</p><h1>{heading}</h1>"
+            assert extract(written(tmp_path, "mayor.html", page.encode())).title == expected
+            document = docx.Document()
+            document.core_properties.title = title
+            document.add_paragraph(long)
+            document.add_heading(heading, 1)
+            document.save(str(tmp_path / "mayor.docx"))
+            assert extract(tmp_path / "mayor.docx").title == expected
+
+    @pytest.mark.parametrize(
+        ("title", "expected"),
+        [("Untitled (1951) by an unknown painter", None), ("Document management", None),
+         ("1984", None), ("Microsoft Word - Annual Report", "Annual Report"),
+         ("None of the above", None), ("Presentation skills", None)],
+    )  # fmt: skip
+    def test_one_that_says_something(
+        self, tmp_path: Path, title: str, expected: str | None
+    ) -> None:
+        """Stays, but for the name of the program."""
+        page = f"<title>{title}</title><h1>Other</h1><p>words</p>"
+        assert extract(written(tmp_path, "a.html", page.encode())).title == (expected or title)
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [("```\n# no heading\n```\n\n# The Bridge #\n", "The Bridge"),
+         ("---\ntitle: 'The Bridge'\n---\n\n# Other\n", "The Bridge"),
+         ("some words\n\nThe Bridge\n=====\n", "The Bridge"),
+         ("#\n\n### The Bridge\n", "The Bridge"), ("-----\n" + "word " * 60, "a")],
+    )  # fmt: skip
+    def test_of_markdown(self, tmp_path: Path, text: str, expected: str) -> None:
+        """The title of its front matter, or the first heading."""
+        assert extract(written(tmp_path, "a.md", text.encode())).title == expected
+
+    def test_of_an_e_mail_without_a_subject(self, tmp_path: Path) -> None:
+        """Is not its sender."""
+        mail = b"From: ann@example.org\nSubject:\n\nThe bridge is closed."
+        assert extract(written(tmp_path, "bridge.eml", mail)).title == "bridge"
+
+
+def test_a_long_text_without_blanks(tmp_path: Path) -> None:
+    """Is refused at once; full stops part one that needs no blanks."""
+    with pytest.raises(InputError, match="has 3,000,000 characters without a blank"):
+        extract(written(tmp_path, "a.min.js", b"a;" * 1_500_000))
+    novel = "橋は月曜日に閉鎖された。" * 20_000
+    assert extract(written(tmp_path, "novel.txt", novel.encode())).text == novel

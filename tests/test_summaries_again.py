@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sqlite3
+import zlib
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ from localbatch.summaries.cutter import Cutter
 from localbatch.summaries.extract import extract
 from localbatch.summaries.job import SummaryConfig, summarize
 from localbatch.summaries.prompts import Prompts, SummaryOptions, Task
+from localbatch.summaries.stream import Counts
+from localbatch.summaries.work import DocumentResult
 from tests.test_summarize import SHORT, Job, command, job, sentences
 
 __all__ = ["job"]
@@ -86,11 +91,80 @@ class TestJournal:
         assert len(ids) == len(set(ids)) == total
         assert "a.txt#0.0" in ids
 
+    def ids(self, job: Job, tmp_path: Path) -> set[str]:
+        """Return the ids that are exported; as many are finished, `status` says."""
+        target = tmp_path / "rows.jsonl"
+        assert (
+            CliRunner().invoke(main, ["export", str(job.output), "-o", str(target)]).exit_code == 0
+        )
+        ids = {json.loads(line)["id"] for line in target.read_text("utf-8").splitlines()}
+        status = CliRunner().invoke(main, ["status", str(job.output)])
+        assert re.search(rf"rows +{len(ids)}\b", status.stdout), status.output
+        return ids
+
+    def test_what_is_stale_is_not_counted(self, job: Job, tmp_path: Path) -> None:
+        """Documents that were changed, deleted and renamed: the rows are those of a fresh job."""
+        job.run()
+        job.write("long.md", "# The long one\n\n" + sentences(50, 1))
+        (job.source / "a.txt").unlink()
+        (job.source / "sub" / "b.txt").rename(job.source / "c.txt")
+        job.run()
+        ids = self.ids(job, tmp_path)
+        job.run(fresh=True)
+        assert ids == self.ids(job, tmp_path)
+        assert {name.partition("#")[0] for name in ids} == {"long.md", "c.txt"}
+
+    def test_rows_of_documents_that_were_not_asked_for_stay(self, job: Job, tmp_path: Path) -> None:
+        """Also where a run was cut short before their summaries were there."""
+
+        def interrupt(counts: Counts, done: DocumentResult | None) -> None:
+            if counts.finished_nodes >= 4:
+                raise KeyboardInterrupt
+
+        summarize(job.config(), interrupt)
+        before = self.ids(job, tmp_path)
+        config = job.config()
+        b = str(job.source / "sub" / "b.txt")
+        summarize(SummaryConfig(
+            "fake", [b], config.output, SHORT, chunk_tokens=420, engine=config.engine
+        ))  # fmt: skip
+        assert before < self.ids(job, tmp_path)
+        assert job.run().counts.resumed_nodes >= len(before)
+
+    def test_a_failed_part_costs_no_other_part(self, job: Job, tmp_path: Path) -> None:
+        """What is finished of its document stays for `--retry-failed`."""
+        job.run()
+        before = self.ids(job, tmp_path)
+        with contextlib.closing(sqlite3.connect(job.output / "index.journal")) as connection:
+            found = connection.execute("SELECT number, record FROM rows").fetchall()
+            (number,) = (n for n, record in found if json.loads(record)["id"] == "long.md#0.0")
+            record = {**json.loads(dict(found)[number]), "error": {"message": "made up"}}
+            text = json.dumps(record)
+            connection.execute(
+                "UPDATE rows SET kind = 1, record = ?, crc = ? WHERE number = ?",
+                (text, zlib.crc32(text.encode()), number),
+            )
+            connection.commit()
+        assert [d.error for d in job.run().documents if d.error] == ["part 1: made up"]
+        assert self.ids(job, tmp_path) == before
+        counts = job.run(retry_failed=True).counts
+        assert counts.finished_nodes - counts.resumed_nodes == 1
+
     def test_a_folder_without_one(self, tmp_path: Path) -> None:
         """Is an error of one line."""
         status = CliRunner().invoke(main, ["status", str(tmp_path)])
         assert status.exit_code != 0
         assert "there is no such journal" in status.output
+
+
+def test_a_job_of_python_goes_on_in_the_command(job: Job) -> None:
+    """Settings that are left out are those that the command names."""
+    total = job.run().counts.finished_nodes
+    done = CliRunner().invoke(main, command(job))
+    assert f"{total} chunks and merges ({total} by earlier runs)" in done.stderr, done.stderr
+    assert job.run().counts.resumed_nodes == total
+    other = CliRunner().invoke(main, command(job, "--kv-layout", "unified"))
+    assert '--kv-layout was "streams", is "unified"' in other.stderr
 
 
 class TestEncodings:

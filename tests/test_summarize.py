@@ -6,7 +6,9 @@ import contextlib
 import csv
 import itertools
 import json
+import os
 import random
+import re
 import signal
 import sqlite3
 import subprocess
@@ -26,6 +28,7 @@ from localbatch.cli.main import main
 from localbatch.data.errors import ConfigError, InputError, JournalError
 from localbatch.engine.llm import LLM
 from localbatch.formats.inputs import InputOptions
+from localbatch.jobs.journal_files import JobLock
 from localbatch.summaries import job as job_module
 from localbatch.summaries import stream as stream_module
 from localbatch.summaries.answers import Answer
@@ -497,6 +500,70 @@ def command(job: Job, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+class TestDryRun:
+    def snapshot(self, folder: Path) -> dict[str, bytes | None]:
+        return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+    def refused(self, job: Job, *more: str) -> str:
+        """Return what a dry run says, which writes nothing, and so does a real one."""
+        before = self.snapshot(job.output.parent)
+        dry = CliRunner().invoke(main, command(job, "--dry-run", *more))
+        assert self.snapshot(job.output.parent) == before
+        real = CliRunner().invoke(main, command(job, *more))
+        assert (dry.exit_code, dry.stderr) == (real.exit_code, real.stderr)
+        assert dry.exit_code == 2
+        return dry.stderr
+
+    def test_a_file_in_the_place_of_the_output(self, job: Job) -> None:
+        """Or of a folder above it."""
+        job.output.write_text("mine")
+        assert "out is no folder" in self.refused(job)
+        job.output = job.output / "deeper" / "still"
+        assert "out is no folder" in self.refused(job)
+
+    def test_an_output_that_can_not_be_written(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whether it is there or not."""
+        monkeypatch.setattr(os, "access", lambda *args: False)
+        assert f"no permission to write in {job.output.parent}" in self.refused(job)
+        job.output.mkdir()
+        assert f"no permission to write in {job.output}" in self.refused(job)
+
+    def test_an_output_that_is_the_input(self, job: Job) -> None:
+        """Its summaries would be documents."""
+        job.output = job.source
+        assert "among the documents" in self.refused(job)
+
+    def test_the_output_of_another_run(self, job: Job) -> None:
+        """Of other settings, and one that still runs; starting over is no matter."""
+        job.run()
+        assert '--style was "paragraph"' in self.refused(job, "--style", "bullets")
+        fresh = command(job, "--dry-run", "--style", "bullets", "--fresh")
+        assert CliRunner().invoke(main, fresh).exit_code == 0
+        with JobLock(job.output / "index.journal"):
+            assert "another run is writing" in self.refused(job)
+        (job.output / "index.journal").write_bytes(b"something else " * 10)
+        assert "is no journal of localbatch" in self.refused(job, "--fresh")
+
+    def test_it_writes_nothing(self, job: Job) -> None:
+        """Not even the folder, and the numbers come all the same."""
+        before = self.snapshot(job.output.parent)
+        done = CliRunner().invoke(main, command(job, "--dry-run"))
+        assert done.exit_code == 0
+        assert re.search(r"documents +3\n", done.stdout)
+        assert self.snapshot(job.output.parent) == before
+
+    def test_documents_are_told_before_they_are_read(self, job: Job) -> None:
+        """So that a bar can say which one takes its time; a run does that, too."""
+        told: list[str | None] = []
+        plan_summaries(job.config(), lambda counts: told.append(counts.reading))
+        assert told == ["a.txt", "long.md", "sub/b.txt"]
+        run: list[str | None] = []
+        summarize(job.config(), lambda counts, done: run.append(counts.reading))
+        assert [name for name in run if name] == told
+
+
 class TestCommand:
     def test_exit_codes(self, job: Job) -> None:
         """0 when all is well, 3 with a bad document, 2 for what leads nowhere."""
@@ -565,6 +632,69 @@ class TestDocuments:
         job.write(".hidden", "x")
         names = [d.name for d in find_documents([str(job.source)], str(job.source / "out"))]
         assert names == ["a.txt", "long.md", "sub/b.txt"]
+
+    def test_patterns_pass_over_the_output(self, job: Job) -> None:
+        """As folders do, so that the summaries of one run are not documents of the next."""
+        (job.source / "out").mkdir()
+        job.write("out/a.txt.md", "summary")
+        pattern = str(job.source / "**" / "*.md")
+        names = [d.name for d in find_documents([pattern], str(job.source / "out"))]
+        assert names == ["long.md"]
+        with pytest.raises(ConfigError, match="there is no document"):
+            find_documents([pattern], str(job.source))
+
+    def test_summaries_among_the_documents_are_refused(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They would be documents of the next run, or lie over some of this one."""
+        job.write("a.txt.md", "mine")
+        monkeypatch.chdir(job.source)
+        for paths, output in (["."], "."), (["../in/"], "../in"), (["sub", "a.txt"], "."):
+            with pytest.raises(ConfigError, match="summaries would lie among the documents"):
+                find_documents(paths, output)
+        with pytest.raises(ConfigError, match=r"a.txt.md: is where the summary of a.txt would be"):
+            find_documents(["a.txt", "a.txt.md"], ".")
+        assert [d.name for d in find_documents(["sub/"], ".")] == ["b.txt"]
+
+    def test_a_summary_in_the_place_of_a_folder_is_refused(self, job: Job) -> None:
+        """`a.txt.md` can't be a summary and a folder of summaries."""
+        (job.source / "a.txt.md").mkdir()
+        job.write("a.txt.md/b.txt", "words")
+        with pytest.raises(ConfigError, match="same summary file"):
+            find_documents([str(job.source)], "out")
+
+    def test_one_file_by_two_paths(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Is one document."""
+        monkeypatch.chdir(job.source)
+        paths = ["a.txt", "./a.txt", "../in/a.txt", str(job.source / "a.txt")]
+        assert [d.name for d in find_documents(paths, "out")] == ["a.txt"]
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="has no pipes in folders")
+    def test_a_pipe_in_a_folder(self, job: Job) -> None:
+        """Is passed over, for nobody may ever write to it; loops of links are no loops."""
+        os.mkfifo(job.source / "pipe")
+        (job.source / "sub" / "up").symlink_to("..")
+        (job.source / "gone.txt").symlink_to("nowhere")
+        names = [d.name for d in find_documents([str(job.source)], "out")]
+        assert names == ["a.txt", "gone.txt", "long.md", "sub/b.txt"]
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="names are bytes there")
+    def test_unusual_names(self, job: Job) -> None:
+        """Each has its summary, or an error; the index and the notes have one line for each."""
+        names = ["a b.txt", "-dash.txt", "quo\"te's.txt", "*[x]?.txt", "new\nline.txt", "x" * 253]
+        for name in [*names, os.fsdecode(b"\xff\xfe.txt")]:
+            job.write(name, "The bridge is closed.")
+        result = job.run()
+        errors = {d.name: d.error for d in result.documents if d.error}
+        assert list(errors) == ["x" * 253]
+        assert "has a name of 253 bytes" in errors["x" * 253]
+        for name in [*names[:-1], os.fsdecode(b"\xff\xfe.txt")]:
+            assert (job.output / f"{name}.md").read_text("utf-8").startswith("# The bridge")
+        with (job.output / "index.csv").open(newline="", encoding="utf-8") as file:
+            rows = {row["name"] for row in csv.DictReader(file)}
+        assert rows >= {*names, r"\udcff\udcfe.txt"}
+        lines = CliRunner().invoke(main, command(job, "--fresh")).stderr.splitlines()
+        assert len(lines) == 1 + sum(bool(d.error or d.warnings) for d in result.documents)
 
     def test_two_of_one_name_are_refused(self, job: Job) -> None:
         """One summary would be lost."""

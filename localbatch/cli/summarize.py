@@ -30,6 +30,7 @@ from localbatch.summaries.stream import Counts
 from localbatch.summaries.work import DocumentResult
 
 _MOST_NOTES = 20
+_NAME_CHARS = 40
 _BAR = "{percentage:3.0f}%|{bar}| {postfix}"
 
 
@@ -122,6 +123,8 @@ class SummaryProgress:
             self._note(done)
         if self._bar is None:
             return
+        if counts.reading is not None and not counts.nodes:
+            return self.show_reading(counts)
         left = counts.time_left(time.perf_counter() - self._started)
         eta = "?" if left is None else tqdm.format_interval(left)
         more = "" if counts.opened_bytes >= counts.all_bytes else "+"
@@ -130,7 +133,17 @@ class SummaryProgress:
         self._bar.set_postfix_str(
             f"{counts.finished_documents:,}/{counts.documents:,} documents, "
             f"{counts.finished_nodes:,}/{counts.nodes:,}{more} chunks and merges, ETA {eta}"
+            + ("" if counts.reading is None else f", reading {_short(counts.reading)}")
         )
+
+    def show_reading(self, counts: Counts) -> None:
+        """Show which document is being read, while there is nothing else to show."""
+        if self._bar is None:
+            return
+        self._bar.total, self._bar.n = max(1, counts.all_bytes), counts.opened_bytes
+        number = min(counts.finished_documents + 1, counts.documents)
+        name = _short(counts.reading or "")
+        self._bar.set_postfix_str(f"reading {number:,}/{counts.documents:,}: {name}")
 
     def _note(self, done: DocumentResult) -> None:
         """Print what is wrong with a document above the bar; after the first 20 only say so."""
@@ -141,7 +154,10 @@ class SummaryProgress:
             return
         self._notes += 1
         more = "(more warnings and errors are only in the index)"
-        tqdm.write(more if self._notes > _MOST_NOTES else f"{done.path}: {line}", file=sys.stderr)
+        tqdm.write(
+            more if self._notes > _MOST_NOTES else f"{_one_line(done.path)}: {line}",
+            file=sys.stderr,
+        )
 
     def close(self) -> None:
         """Take the bar off the terminal."""
@@ -200,10 +216,12 @@ def summarize(
         model, paths, output, inputs=take_inputs(options), with_sources=with_sources,
         fresh=fresh, retry_failed=retry_failed, engine=options, **style,
     )  # fmt: skip
-    if only_plan:
-        return _show_plan(plan_summaries(config), quiet)
     progress = SummaryProgress(quiet=quiet)
     try:
+        if only_plan:
+            plan = plan_summaries(config, progress.show_reading)
+            progress.close()
+            return _show_plan(plan, quiet)
         with terminate_as_interrupt():
             result = run_summarize(config, progress.update)
     finally:
@@ -211,11 +229,20 @@ def summarize(
     _end(result, output, quiet)
 
 
+def _short(name: str) -> str:
+    return _one_line(name)[-_NAME_CHARS:]
+
+
+def _one_line(path: str) -> str:
+    """Return a path that may have line ends, and bytes that are no text, for people."""
+    return path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
+
+
 def _show_plan(plan: SummaryPlan, quiet: bool) -> None:
     """Print a plan; ends with the exit code for documents that can't be summarized."""
     for bad in plan.documents:
         if bad.error is not None and not quiet:
-            click.echo(f"{bad.path}: {bad.error}", err=True)
+            click.echo(f"{_one_line(bad.path)}: {bad.error}", err=True)
     for what, value in plan.lines:
         click.echo(f"{what:<9}  {value}")
     if plan.failed:

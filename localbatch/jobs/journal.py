@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
@@ -148,6 +148,16 @@ class Journal:
         except sqlite3.Error as error:
             raise self._write_failure(error) from None
         return dropped.rowcount
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Drop the rows at these places."""
+        try:
+            with self._reader:
+                self._reader.executemany(
+                    "DELETE FROM rows WHERE number = ?", [(number,) for number in numbers]
+                )
+        except sqlite3.Error as error:
+            raise self._write_failure(error) from None
 
     def records(self) -> Iterator[str]:
         """Yield the JSON records in the order of the input, as they are when this is called."""

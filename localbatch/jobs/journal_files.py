@@ -85,14 +85,23 @@ class JobLock:
 
     def _refusal(self, error: sqlite3.Error) -> JournalError:
         if "locked" in str(error):
-            job = str(self._path).removesuffix(f"{SUFFIX}.lock")
-            return JournalError(
-                f"{job}: another run is writing these answers; wait for it, or name another output"
-            )
+            return self._in_use()
         return JournalError(
             f"{self._path}: can't be locked ({error}); make room, or choose a shorter name or "
             "another folder for the output"
         )
+
+    def _in_use(self) -> JournalError:
+        job = str(self._path).removesuffix(f"{SUFFIX}.lock")
+        return JournalError(
+            f"{job}: another run is writing these answers; wait for it, or name another output"
+        )
+
+    @classmethod
+    def check(cls, journal: Path) -> None:
+        """Raise `JournalError` if a run holds the lock of a journal."""
+        if cls.is_held(journal):
+            raise cls(journal)._in_use()
 
     @staticmethod
     def is_held(journal: Path) -> bool:
@@ -110,14 +119,19 @@ class JobLock:
         return False
 
 
-def remove_journal(path: Path) -> None:
-    """Delete a journal, for a job to start over; raises `JournalError` if it is something else."""
+def check_is_journal(path: Path) -> None:
+    """Raise `JournalError` if there is something else in the place of a journal."""
     if path.is_file():
         with path.open("rb") as file:
             head = file.read(72)
         is_ours = int.from_bytes(head[68:72], "big") == APPLICATION_ID or len(head) < 72
         if not (is_ours and head.startswith(_MAGIC[: len(head)])):
             raise JournalError(f"{path}: is no journal of localbatch; move it away")
+
+
+def remove_journal(path: Path) -> None:
+    """Delete a journal, for a job to start over; raises `JournalError` if it is something else."""
+    check_is_journal(path)
     for suffix in ("", "-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{path}{suffix}")

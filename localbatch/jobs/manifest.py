@@ -7,11 +7,12 @@ import importlib.metadata
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from localbatch._version import __version__
+from localbatch.data.config import EngineConfig
 from localbatch.data.request import Completion, Request
 from localbatch.data.sampling_params import SamplingParams
 from localbatch.engine.cache import FactCache, fact_key
@@ -24,6 +25,12 @@ _SETTINGS = (
     "backend", "ctx", "overlength", "chat_template", "kv_layout", "flash_attention", "any_numerics",
     "gpu_layers",
 )  # fmt: skip
+_DEFAULTS = {
+    f"--{field.name.replace('_', '-')}": field.default
+    for field in fields(EngineConfig)
+    if field.name in _SETTINGS
+}
+"""What a setting is that was left out: the command names them all, the Python API need not."""
 _SHOWN_CHARS = 60
 _BLOCK = 1 << 20
 
@@ -69,7 +76,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     old, new = before.get("same", {}), now["same"]
     found = []
     for name in sorted({*old, *new}):
-        was, is_now = old.get(name), new.get(name)
+        was, is_now = _setting(old, name), _setting(new, name)
         if was == is_now:
             continue
         if name == "model" and Path(now["about"]["model"]).is_file():
@@ -77,6 +84,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         else:
             found.append(f"{name} was {_shown(was)}, is {_shown(is_now)}")
     return found
+
+
+def _setting(settings: Mapping[str, Any], name: str) -> Any:
+    value = settings.get(name)
+    return _DEFAULTS.get(name) if value is None else value
 
 
 def fingerprint(row: Request | Completion) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import NamedTuple
 
 from localbatch.data.request import Completion, Request
@@ -36,6 +37,8 @@ class Answers:
         self._asked: dict[int, bytes] = {}
         for row in journal.rows():
             self._known[str(json.loads(row.record)["id"])] = (row.number, row.fingerprint)
+        self._stored = {number for number, _ in self._known.values()}
+        self._current: set[int] = set()
         self._next = journal.last_number() + 1
 
     def place(self, row_id: str) -> int:
@@ -51,6 +54,7 @@ class Answers:
         asked = fingerprint(request)
         number, known = self._known[str(request.id)]
         if known == asked:
+            self._current.add(number)
             return _answer(self._journal.record(number))
         self._asked[number] = asked
         return None
@@ -60,12 +64,33 @@ class Answers:
         asked = self._asked.pop(completion.index)
         kind = RowKind.FAILED if completion.failed else RowKind.ANSWERED
         self._journal.add(Entry(completion, asked, kind))
+        self._current.add(completion.index)
         usage, timings = completion.usage, completion.timings
         return Answer(
             completion.text, completion.finish_reason.value == "length", completion.error,
             usage.prompt_tokens, usage.completion_tokens,
             round(timings.prefill_s, 6) + round(timings.decode_s, 6),
         )  # fmt: skip
+
+    def flush(self) -> None:
+        """Wait until all answers are durable; raises `OutputError` if they can't be."""
+        self._journal.flush()
+
+    def drop_stale(self, is_kept: Callable[[str], bool]) -> None:
+        """Drop the answers that this run did not come by, and those to what is not asked any more.
+
+        Those of documents that `is_kept` says true of, by name, stay.
+        """
+        stale = {
+            row_id: number
+            for row_id, (number, _) in self._known.items()
+            if number in self._stored - self._current
+            and (number in self._asked or not is_kept(row_id.rpartition("#")[0]))
+        }
+        self._journal.drop(stale.values())
+        self._stored.difference_update(stale.values())
+        for row_id in stale:
+            del self._known[row_id]
 
 
 def _answer(line: str) -> Answer:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+
+from localbatch.summaries.words import count_words, units
 
 _NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 _COPIED_WORDS = 25
@@ -27,21 +30,23 @@ def unknown_numbers(summary: str, known: set[str]) -> list[str]:
 
 def repeats_itself(text: str) -> bool:
     """Return whether a large share of a text's phrases came before in it."""
-    words = text.lower().split()
-    phrases = [tuple(words[i : i + _PHRASE]) for i in range(len(words) - _PHRASE + 1)]
-    if len(words) < _LEAST_WORDS:
+    found, number = units(text.lower()), count_words(text)
+    if number < _LEAST_WORDS:
         return False
+    size = _PHRASE * len(found) // number
+    phrases = [tuple(found[i : i + size]) for i in range(len(found) - size + 1)]
     return 1 - len(set(phrases)) / len(phrases) > _REPEATED_SHARE
 
 
 def copies(summary: str, source: str) -> bool:
     """Return whether nearly all of a summary is a run of words of its source."""
-    words, whole = summary.lower().split(), f" {' '.join(source.lower().split())} "
-    run = min(len(words), _COPIED_WORDS)
-    if len(words) < _LEAST_WORDS or len(words) > 0.8 * len(source.split()):
+    number = count_words(summary)
+    if number < _LEAST_WORDS or number > 0.8 * count_words(source):
         return False
-    places = range(0, len(words) - run + 1, max(1, run // 2))
-    hits = sum(f" {' '.join(words[i : i + run])} " in whole for i in places)
+    found, whole = units(summary.lower()), f" {' '.join(units(source.lower()))} "
+    run = min(len(found), _COPIED_WORDS * len(found) // number)
+    places = range(0, len(found) - run + 1, max(1, run // 2))
+    hits = sum(f" {' '.join(found[i : i + run])} " in whole for i in places)
     return hits >= _COPIED_SHARE * len(places)
 
 
@@ -60,5 +65,5 @@ def warnings_of(summary: str, source: str, *, is_cut: bool) -> list[str]:
 
 
 def _plain(number: str) -> str:
-    """Return 1,234,567.50 as 1234567.50, so that it is found however it is grouped."""
-    return re.sub(r",(?=\d{3}(?!\d))", "", number)
+    """Return 1,234,567.50 as 1234567.50, so that it is found however it is grouped or wide."""
+    return re.sub(r",(?=\d{3}(?!\d))", "", unicodedata.normalize("NFKC", number))

@@ -1,20 +1,21 @@
-"""From a file to its text: plain text, Markdown and e-mail; the rest is in `extract_docs`."""
+"""From a file to its text: plain text and Markdown; the rest is in `extract_*`."""
 
 from __future__ import annotations
 
-import email
-import email.policy
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from email.message import EmailMessage
 from pathlib import Path
 
 from localbatch.data.errors import InputError
 from localbatch.summaries import extract_docs
+from localbatch.summaries.extract_mail import read_mail
+from localbatch.summaries.titles import MAX_CHARS, best_title, markdown_titles
 
 MAX_WORD = 100_000
-"""Most characters between blanks: cutting a longer run takes more than seconds."""
+"""Most characters between blanks or full stops: cutting a longer run takes more than seconds."""
+
+_BREAK = re.compile(r"[\s。．！？｡]")  # noqa: RUF001 - the full stops of texts without blanks
 
 MAX_BYTES = 20_000_000
 """Most bytes of a document's text; longer ones are hardly one document."""
@@ -23,7 +24,6 @@ AUTO = "auto"
 """In place of an encoding: UTF-8, or what the text is most likely in."""
 
 _MAX_FILE_BYTES = 500_000_000
-_TITLE_CHARS = 120
 _KINDS = {
     **dict.fromkeys((".md", ".markdown", ".mdown", ".mkd"), "markdown"),
     **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
@@ -80,24 +80,38 @@ def extract(path: Path, encoding: str = "utf-8") -> Extracted:
         raise InputError(f"can't be read ({error.strerror})") from None
     if not data.strip():
         raise InputError("is empty")
-    title = ""
+    titles: list[str] = []
     if kind in ("text", "markdown"):
         text = _decoded(data, encoding)
     elif kind == "email":
-        title, text = _email(data)
+        titles, text = read_mail(data)
     else:
-        title, text = extract_docs.READERS[kind](data)
+        titles, text = extract_docs.READERS[kind](data)
     text = tidy(text)
     if not text.strip():
         raise InputError(extract_docs.WITHOUT_TEXT.get(kind, "has no text"))
     if len(text) > MAX_BYTES:
         raise _too_long(len(text))
-    if (longest := max(map(len, text.split()))) > MAX_WORD:
+    if (longest := max(map(len, _BREAK.split(text)))) > MAX_WORD:
         raise InputError(
             f"has {longest:,} characters without a blank or line end, which take too long to cut "
             f"(at most {MAX_WORD:,}); break them up, or leave the file out"
         )
-    return Extracted(text, (title.strip() or _title(text, kind) or path.stem)[:_TITLE_CHARS], kind)
+    title = best_title([*titles, *_first_lines(text, kind), path.stem])
+    return Extracted(text, title or _plain_name(path), kind)
+
+
+def _first_lines(text: str, kind: str) -> list[str]:
+    """Return what may be the title in a text itself, the best first."""
+    if kind == "email":  # it begins with the sender
+        return []
+    titles = markdown_titles(text) if kind == "markdown" else []
+    first = text.lstrip().split("\n", 1)[0].strip()
+    return [*titles, first] if len(first) <= MAX_CHARS else titles
+
+
+def _plain_name(path: Path) -> str:
+    return " ".join(path.stem.split())[:MAX_CHARS]
 
 
 def tidy(text: str) -> str:
@@ -138,29 +152,3 @@ def _decoded(data: bytes, encoding: str) -> str:
             f"is not {encoding.upper()} (byte {error.start + 1:,}); "
             "name its encoding with --encoding, as cp1252, or --encoding auto"
         ) from None
-
-
-def _title(text: str, kind: str) -> str:
-    """Return the first heading of Markdown, otherwise the first line if it is a short one."""
-    heading = re.search(r"^#{1,2}\s+(.+?)\s*#*$", text, re.MULTILINE)
-    if kind == "markdown" and heading:
-        return heading[1]
-    first = text.lstrip().split("\n", 1)[0].strip()
-    return first if len(first) <= _TITLE_CHARS else ""
-
-
-def _email(data: bytes) -> tuple[str, str]:
-    """Return subject and text; what came with the mail is left out."""
-    message = email.message_from_bytes(data, policy=email.policy.default)
-    assert isinstance(message, EmailMessage)
-    body = message.get_body(("plain", "html"))
-    if body is None:
-        raise InputError("has no text; it may be no e-mail")
-    try:
-        text = body.get_content()
-    except (LookupError, ValueError) as error:
-        raise InputError(f"its text can't be decoded ({error})") from None
-    if body.get_content_subtype() == "html":
-        text = extract_docs.READERS["html"](text.encode())[1]
-    heads = [f"{name}: {message[name]}" for name in ("From", "Date", "Subject") if message[name]]
-    return str(message["Subject"] or ""), "\n".join(heads) + "\n\n" + text

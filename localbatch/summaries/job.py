@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,13 @@ from localbatch.engine.llm import LLM
 from localbatch.formats.inputs import InputOptions
 from localbatch.jobs.job import completions
 from localbatch.jobs.journal import Journal, RowKind
-from localbatch.jobs.journal_files import INDEX, JobLock, journal_path, remove_journal
+from localbatch.jobs.journal_files import (
+    INDEX,
+    JobLock,
+    check_is_journal,
+    journal_path,
+    remove_journal,
+)
 from localbatch.jobs.manifest import make_manifest
 from localbatch.jobs.resume import Resume
 from localbatch.models.catalog import resolve_model
@@ -27,7 +34,7 @@ from localbatch.summaries.answers import Answers
 from localbatch.summaries.cutter import CHUNK_TOKENS, Cutter
 from localbatch.summaries.documents import Document, find_documents
 from localbatch.summaries.extract import AUTO, check_libraries, extract
-from localbatch.summaries.outputs import make_folder, write_index
+from localbatch.summaries.outputs import check_folder, make_folder, write_index
 from localbatch.summaries.prompts import Prompts, SummaryOptions
 from localbatch.summaries.stream import Counts, SummaryStream
 from localbatch.summaries.work import DocumentResult
@@ -118,7 +125,7 @@ class SummaryResult:
 
 
 Watch = Callable[[Counts, "DocumentResult | None"], object]
-"""Told of every finished row, and of every document that ends."""
+"""Told of every document that is about to be read, finished row, and document that ends."""
 
 
 def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -> SummaryResult:
@@ -141,6 +148,9 @@ def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -
             result = SummaryResult()
             ended: dict[str, DocumentResult] = {}
             written = WrittenSummaries(folder, old)
+            answers, places = Answers(journal), _places(documents, journal, old)
+            answers.drop_stale(places.__contains__)
+            journal.update_manifest({"documents": places})
 
             def on_document(done: DocumentResult) -> None:
                 written.write(done, with_sources=config.with_sources)
@@ -151,13 +161,14 @@ def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -
 
             try:
                 with result.timed():
-                    _compute(config, documents, journal, result, on_document, watch)
+                    _compute(config, documents, answers, result, on_document, watch)
             finally:
                 result.documents = [ended[name] for name in sorted(ended)]
                 result.removed = written.remove_stale({d.name for d in documents})
                 journal.update_manifest({"written": written.known})
                 if ended:
                     write_index(folder, result.documents)
+                answers.drop_stale(lambda n: n in places and not _is_settled(ended.get(n)))
                 _note_end(journal, result)
     return result
 
@@ -171,6 +182,21 @@ def _written(path: Path) -> dict[str, Any]:
         return {}
 
 
+def _places(
+    documents: Sequence[Document], journal: Journal, written: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return name -> path of the documents that are there, of this run and earlier ones."""
+    known = {name: path for name, (path, _) in written.items()}
+    known |= journal.manifest.get("documents") or {}
+    places = {name: path for name, path in known.items() if os.path.exists(path)}
+    return places | {document.name: os.path.abspath(document.path) for document in documents}
+
+
+def _is_settled(done: DocumentResult | None) -> bool:
+    """Whether all that was asked of a document is known: not so if a part of it failed."""
+    return done is not None and (done.error is None or not done.chunks)
+
+
 def _note_end(journal: Journal, result: SummaryResult) -> None:
     """Note whether all is done, for `localbatch status`."""
     is_done = not result.interrupted and result.error is None
@@ -180,7 +206,7 @@ def _note_end(journal: Journal, result: SummaryResult) -> None:
 def _compute(
     config: SummaryConfig,
     documents: Sequence[Document],
-    journal: Journal,
+    answers: Answers,
     result: SummaryResult,
     on_document: Callable[[DocumentResult], object],
     watch: Watch,
@@ -189,7 +215,7 @@ def _compute(
     with open_cutter(config) as cutter:
         stream = SummaryStream(
             documents, partial(extract, encoding=config.encoding), cutter, cutter.prompts,
-            Answers(journal), on_document,
+            answers, on_document, lambda: watch(stream.counts, None),
         )  # fmt: skip
         result.counts = stream.counts
         rows = stream.rows()
@@ -205,7 +231,7 @@ def _compute(
                     result.numerics = llm.stats.numerics
                     watch(result.counts, None)
         finally:
-            journal.flush()
+            answers.flush()
 
 
 def open_cutter(config: SummaryConfig) -> Cutter:
@@ -218,8 +244,27 @@ def open_cutter(config: SummaryConfig) -> Cutter:
     )  # fmt: skip
 
 
+def check_output(config: SummaryConfig) -> None:
+    """Raise `LocalbatchError` if a run would be refused its output; writes nothing."""
+    check_folder(config.output)
+    path = journal_path(str(Path(config.output, INDEX)))
+    JobLock.check(path)
+    check_is_journal(path)
+    if not config.fresh and path.exists() and path.stat().st_size:
+        with Journal(path, read_only=True) as journal:
+            Resume(journal, _manifest(config), config.output)
+
+
 def _claim(config: SummaryConfig, journal: Journal) -> None:
     """Compare the job with its journal; raises `JournalError` if it is of other settings."""
+    Resume(journal, _manifest(config), config.output).accept()
+    journal.update_manifest({"rows": None})
+    if config.retry_failed:
+        journal.forget([RowKind.FAILED])
+
+
+def _manifest(config: SummaryConfig) -> dict[str, Any]:
+    """Return what makes the job the same job."""
     model = config.model
     if config.engine.get("backend", "llama") == "llama":
         model = str(resolve_model(model))
@@ -230,7 +275,4 @@ def _claim(config: SummaryConfig, journal: Journal) -> None:
     del manifest["same"]["--max-tokens"]  # set by the length
     manifest["same"] |= {**options, "--style": config.options.style.value}
     manifest["same"]["--chunk-tokens"] = config.chunk_tokens
-    Resume(journal, manifest, config.output).accept()
-    journal.update_manifest({"rows": None})
-    if config.retry_failed:
-        journal.forget([RowKind.FAILED])
+    return manifest

@@ -35,7 +35,7 @@ def write_summary(folder: Path, result: DocumentResult, *, with_sources: bool) -
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"{path}: can't be written ({error.strerror})") from None
-    write_lines(str(path), _lines(result, with_sources))
+    write_lines(str(path), map(_encodable, _lines(result, with_sources)))
 
 
 def write_index(folder: Path, results: Iterable[DocumentResult]) -> None:
@@ -72,8 +72,23 @@ def digest_of(path: Path) -> str | None:
         return None
 
 
+def check_folder(path: str) -> None:
+    """Raise `OutputError` if the output folder can't be made or written; makes nothing."""
+    place = Path(path).absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    reason = None
+    if not place.is_dir():
+        reason = f"{place} is no folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        reason = f"no permission to write in {place}"
+    if reason is not None:
+        raise OutputError(f"{path}: can't be the output folder ({reason}); name another")
+
+
 def make_folder(path: str) -> Path:
     """Make the output folder; raises `OutputError` if that can't be done."""
+    check_folder(path)
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
@@ -88,7 +103,7 @@ def _lines(result: DocumentResult, with_sources: bool) -> Iterator[str]:
     if result.warnings:
         yield from ("", f"> Check this summary: it {'; '.join(result.warnings)}.")
     if with_sources:
-        yield from ("", f"## Sources: {result.path}", "")
+        yield from ("", f"## Sources: {' '.join(result.path.split())}", "")
         for source in result.sources:
             summary = " ".join(source.summary.split())
             span = f"from line {source.line:,}, characters {source.start:,} to {source.end:,}"
@@ -112,4 +127,9 @@ def _csv_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         line = io.StringIO()
         # Only what ends a line is sure to be put into quotes.
         csv.DictWriter(line, COLUMNS, lineterminator="\r\n").writerow(row)
-        yield line.getvalue().removesuffix("\r\n")
+        yield _encodable(line.getvalue().removesuffix("\r\n"))
+
+
+def _encodable(line: str) -> str:
+    """Return a line with the bytes of file names that are no UTF-8 written as in `index.jsonl`."""
+    return line.encode("utf-8", "backslashreplace").decode()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from localbatch.data.errors import ConfigError, InputError
+from collections.abc import Callable
+from functools import partial
+
 from localbatch.data.request import Request
 from localbatch.engine.llm import LLM
-from localbatch.summaries.cutter import Cutter, Sizes
-from localbatch.summaries.documents import Document, find_documents
+from localbatch.summaries.cutter import Sizes
+from localbatch.summaries.documents import find_documents
 from localbatch.summaries.extract import check_libraries, extract
-from localbatch.summaries.job import SummaryConfig, open_cutter
-from localbatch.summaries.stream import AHEAD
-from localbatch.summaries.work import DocumentResult, Work
+from localbatch.summaries.job import SummaryConfig, check_output, open_cutter
+from localbatch.summaries.stream import AHEAD, Counts, opened
+from localbatch.summaries.work import DocumentResult, Node, Work
 
 
 class SummaryPlan:
@@ -24,6 +26,16 @@ class SummaryPlan:
         """Of chunks, and at most of what is merged."""
         self.expected_s: float | None = None
         """If every answer is as long as it may be; `None` if nothing is computed or measured."""
+
+    def add(self, work: Work | DocumentResult) -> list[Node]:
+        """Take in a document; returns its chunks, none if it can't be summarized."""
+        if isinstance(work, DocumentResult):
+            self.documents.append(work)
+            return []
+        self.documents.append(work.result)
+        self.merges += work.num_nodes - work.result.chunks
+        self.all_tokens += work.num_tokens
+        return work.first
 
     @property
     def failed(self) -> int:
@@ -50,20 +62,29 @@ class SummaryPlan:
         ]  # fmt: skip
 
 
-def plan_summaries(config: SummaryConfig) -> SummaryPlan:
-    """Read and cut all documents of a job, and plan it, without computing anything.
+def plan_summaries(
+    config: SummaryConfig, watch: Callable[[Counts], object] = lambda counts: None
+) -> SummaryPlan:
+    """Read and cut all documents of a job, and plan it, without computing or writing anything.
 
-    Raises `LocalbatchError` if the model, a path or the settings won't do.
+    `watch` is told before each document is read. Raises `LocalbatchError` if the model, a path, the
+    output or the settings won't do.
     """
-    first: list[Request] = []
-    first_tokens = 0
     documents = find_documents(config.paths, config.output)
     check_libraries((document.path for document in documents), config.encoding)
+    check_output(config)
+    counts = Counts(len(documents), all_bytes=sum(document.size for document in documents))
+    first: list[Request] = []
+    first_tokens = 0
     with open_cutter(config) as cutter:
         plan = SummaryPlan(cutter.sizes)
         for document in documents:
-            work = _opened(config, cutter, document, plan)
-            for node in work.first[: AHEAD - len(first)] if work else ():
+            counts.reading = document.name
+            watch(counts)
+            work = opened(document, partial(extract, encoding=config.encoding), cutter)
+            counts.finished_documents += 1
+            counts.opened_bytes += document.size
+            for node in plan.add(work)[: AHEAD - len(first)]:
                 request = cutter.prompts.request(node.task, node.row_id, len(first), node.text)
                 first.append(request)
                 first_tokens += node.tokens
@@ -74,21 +95,3 @@ def plan_summaries(config: SummaryConfig) -> SummaryPlan:
         if choice is not None and choice.expected_s is not None:
             plan.expected_s = choice.expected_s * plan.all_tokens / max(1, first_tokens)
     return plan
-
-
-def _opened(
-    config: SummaryConfig, cutter: Cutter, document: Document, plan: SummaryPlan
-) -> Work | None:
-    """Read and cut a document, and add it to the plan."""
-    try:
-        extracted = extract(document.path, config.encoding)
-        spans = cutter.cut(extracted.text, markdown=extracted.kind == "markdown")
-    except (InputError, ConfigError) as error:
-        result = DocumentResult(document.name, str(document.path), error=str(error))
-        plan.documents.append(result)
-        return None
-    work = Work(document, extracted, spans, cutter.sizes)
-    plan.documents.append(work.result)
-    plan.merges += work.num_nodes - work.result.chunks
-    plan.all_tokens += work.num_tokens
-    return work

@@ -35,6 +35,8 @@ class Counts:
     """Of `nodes`; of what is merged at most."""
     finished_tokens: int = 0
     resumed_tokens: int = 0
+    reading: str | None = None
+    """The name of the document that is being read and cut."""
     opened_bytes: int = 0
     all_bytes: int = 0
 
@@ -53,11 +55,24 @@ class Counts:
         return max(0.0, rest) * elapsed_s / computed
 
 
+def opened(
+    document: Document, extract: Callable[[Path], Extracted], cutter: Cutter
+) -> Work | DocumentResult:
+    """Read and cut a document; returns the error in place of its summary if that can't be done."""
+    try:
+        document.check_name()
+        extracted = extract(document.path)
+        spans = cutter.cut(extracted.text, markdown=extracted.kind == "markdown")
+    except (InputError, ConfigError) as error:
+        return DocumentResult(document.name, str(document.path), error=str(error))
+    return Work(document, extracted, spans, cutter.sizes)
+
+
 class SummaryStream:
     """Opens documents as there is room, and makes requests of their chunks and merges.
 
     `extract` returns the text of a file and raises `InputError` if there is none. `on_document` is
-    told of each document when it ends, in whatever order that is.
+    told of each document when it ends, in whatever order that is; `on_reading` before one is read.
     """
 
     def __init__(
@@ -68,12 +83,14 @@ class SummaryStream:
         prompts: Prompts,
         answers: Answers,
         on_document: Callable[[DocumentResult], object],
+        on_reading: Callable[[], object] = lambda: None,
     ) -> None:
         documents = list(documents)
         self.counts = Counts(len(documents), all_bytes=sum(d.size for d in documents))
         self._documents = iter(documents)
         self._extract, self._cutter, self._prompts = extract, cutter, prompts
-        self._answers, self._on_document = answers, on_document
+        self._answers = answers
+        self._on_document, self._on_reading = on_document, on_reading
         self._merges: deque[Node] = deque()
         self._chunks: deque[Node] = deque()
         self._out: dict[int, Node] = {}
@@ -116,14 +133,14 @@ class SummaryStream:
         document = next(self._documents, None)
         if document is None:
             return False
+        self.counts.reading = document.name
+        self._on_reading()
+        work = opened(document, self._extract, self._cutter)
+        self.counts.reading = None
         self.counts.opened_bytes += document.size
-        try:
-            extracted = self._extract(document.path)
-            spans = self._cutter.cut(extracted.text, markdown=extracted.kind == "markdown")
-        except (InputError, ConfigError) as error:
-            self._end(DocumentResult(document.name, str(document.path), error=str(error)))
+        if isinstance(work, DocumentResult):
+            self._end(work)
             return True
-        work = Work(document, extracted, spans, self._cutter.sizes)
         self.counts.nodes += work.num_nodes
         self.counts.tokens += work.num_tokens
         self._chunks += work.first

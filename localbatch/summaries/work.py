@@ -11,6 +11,7 @@ from localbatch.summaries.documents import Document
 from localbatch.summaries.extract import Extracted
 from localbatch.summaries.prompts import Task
 from localbatch.summaries.tree import merge_levels
+from localbatch.summaries.words import count_words
 
 _NAMED = 5
 """So many parts are named in a warning."""
@@ -37,6 +38,7 @@ class DocumentResult:
     title: str = ""
     kind: str = ""
     words: int = 0
+    """Of its text, as `count_words` counts."""
     tokens: int = 0
     """Of its text."""
     chunks: int = 0
@@ -95,7 +97,7 @@ class Work:
         self.levels = merge_levels(len(self.spans), sizes.fan_in)
         self.result = DocumentResult(
             document.name, str(document.path), extracted.title, extracted.kind,
-            words=len(text.split()), tokens=sum(span.tokens for span in self.spans),
+            words=count_words(text), tokens=sum(span.tokens for span in self.spans),
             chunks=len(self.spans), levels=len(self.levels),
         )  # fmt: skip
         self._numbers = numbers_in(text)
