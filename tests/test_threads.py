@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from localbatch.compare.task import Task
+from localbatch.compare.worker import measure as measure_task
 from localbatch.data.config import EngineConfig
 from localbatch.engine.backend import ContextConfig
 from localbatch.engine.calibration import measure
@@ -96,3 +98,19 @@ class TestHelpers:
         assert falls_to(before - 2)
         engine.close()
         backend.close()
+
+    @pytest.mark.parametrize("mode", ["sequential", "static", "continuous", "continuous-auto"])
+    def test_of_what_is_compared(self, mode: str, tiny_model: Path) -> None:
+        """At the start of a measurement nothing is left of warming up, and none after it."""
+        config = EngineConfig(str(tiny_model), lanes=1, threads=2)
+        task = Task(mode, config, tuple(create_requests(4, 5, first=0, ignore_eos=True)), 2)
+        before, at_start = num_threads(), list[bool]()
+
+        def start() -> float:
+            at_start.append(falls_to(before + 1))  # a lane's own thread
+            return time.perf_counter()
+
+        for _ in range(2):  # the first one also finds out about bits, in the lane's thread
+            measure_task(task, LlamaBackend(str(tiny_model)), start)
+        assert at_start[-1]
+        assert falls_to(before + 1)  # the helper of the modes that compute in this thread

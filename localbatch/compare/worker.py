@@ -27,6 +27,7 @@ from localbatch.data.errors import ConfigError, EngineError, LocalbatchError
 from localbatch.data.request import Request
 from localbatch.engine.backend import Backend
 from localbatch.engine.sampling import sample
+from localbatch.engine.threads import apart
 from localbatch.engine.worker import make_backend
 from localbatch.scheduler.plan import PlanRow, StepPlan
 from localbatch.scheduler.sequence import Sequence as TokenSequence
@@ -109,7 +110,7 @@ def measure(
         raise ConfigError("no row can be run")
     mode = MODES[task.mode](bench)
     for opened in mode.prepare():
-        warm_up(opened, bench.prompts[bench.requests[0].index])
+        apart(warm_up, opened, bench.prompts[bench.requests[0].index])
     outcome = Outcome(
         task.mode, setup_s=clock() - began, batch_rows=mode.batch_rows,
         width=min(mode.width, len(bench.requests)),

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, NoReturn
 
 from localbatch.data.errors import ConfigError, InputError
 from localbatch.formats.lines import MAX_LINE_BYTES
@@ -113,8 +113,15 @@ def _root_of(pattern: str) -> str:
     return "/".join(parts) or ("/" if pattern.startswith("/") else ".")
 
 
+def refuse_folder(error: OSError) -> NoReturn:
+    """Raise `ConfigError` for a folder whose files can't be listed: they would count as gone."""
+    raise ConfigError(
+        f"{error.filename}: can't be read ({error.strerror}); make it readable, or leave it out"
+    )
+
+
 def _walk(root: str) -> Iterator[str]:
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=refuse_folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (os.path.join(folder, name) for name in files if not name.startswith("."))
 

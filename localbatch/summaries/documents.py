@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localbatch.data.errors import ConfigError, InputError
+from localbatch.formats.folder import refuse_folder
+from localbatch.jobs.journal_files import INDEX, SUFFIX
 
 _SUFFIX = ".md"
 """Of summaries."""
@@ -45,9 +47,10 @@ def find_documents(paths: Sequence[str], output: str) -> list[Document]:
     """Return the files that are named, those below folders, and those that patterns match.
 
     Sorted by name. Of a single folder, names begin below it; otherwise with the last part of what
-    was named. Hidden files, the output folder, pipes and devices are passed over, but for those
-    that are named themselves. Raises `ConfigError` if a path leads to nothing, two documents would
-    have one summary, or summaries would lie among the documents.
+    was named. Hidden files, the output folder, those of other runs, pipes and devices are passed
+    over, but for those that are named themselves. Raises `ConfigError` if a path leads to nothing,
+    two documents would have one summary, summaries would lie among the documents, or a folder can't
+    be listed.
     """
     own = os.path.realpath(output)
     roots = [root for path in paths for root in _expanded(path, own)]
@@ -80,7 +83,10 @@ def _files(root: Path, output: str) -> Iterator[Path]:
     if not root.is_dir():
         yield root
         return
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=refuse_folder):
+        if Path(folder) != root and f"{INDEX}{SUFFIX}" in files:  # another run's summaries
+            folders.clear()
+            continue
         folders[:] = [
             name
             for name in sorted(folders)

@@ -143,7 +143,7 @@ def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -
         old = _written(path)
         if config.fresh:
             remove_journal(path)
-        with Journal(path) as journal:
+        with _dropped_if_empty(path), Journal(path) as journal:
             _claim(config, journal)
             result = SummaryResult()
             ended: dict[str, DocumentResult] = {}
@@ -171,6 +171,20 @@ def summarize(config: SummaryConfig, watch: Watch = lambda counts, done: None) -
                 answers.drop_stale(lambda n: n in places and not _is_settled(ended.get(n)))
                 _note_end(journal, result)
     return result
+
+
+@contextlib.contextmanager
+def _dropped_if_empty(path: Path) -> Iterator[None]:
+    """Remove the journal of a run that could not start; the next one may have other settings."""
+    try:
+        yield
+    except LocalbatchError:
+        with contextlib.suppress(LocalbatchError):
+            with Journal(path, read_only=True) as journal:
+                is_empty = not journal.counts().total and not journal.manifest.get("written")
+            if is_empty:
+                remove_journal(path)
+        raise
 
 
 def _written(path: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ _CLOSING_TOKENS = 8
 
 @dataclass(frozen=True)
 class SummaryOptions:
-    """How summaries are to be. Raises `ConfigError` if `length` is out of range."""
+    """How summaries are to be. Raises `ConfigError` if `style` or `length` is none."""
 
     style: SummaryStyle = SummaryStyle.PARAGRAPH
     length: int | None = None
@@ -68,6 +68,10 @@ class SummaryOptions:
     """What matters most."""
 
     def __post_init__(self) -> None:
+        styles = [style.value for style in SummaryStyle]
+        if self.style not in styles:
+            raise ConfigError(f"style: must be one of {', '.join(styles)}, not {self.style!r}")
+        object.__setattr__(self, "style", SummaryStyle(self.style))
         if self.length is not None and not 1 <= self.length <= _MAX_WORDS:
             raise ConfigError(f"length: must be from 1 to {_MAX_WORDS} words, not {self.length}")
         if self.instruction is not None and not self.instruction.strip():
