@@ -12,7 +12,7 @@ mkdir -p "$folder"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 one=(--set devices=CUDA0)
 lb() { timeout 120 python3 bench/gpu/localbatch_peer.py "$@"; }
-peer() { CUDA_VISIBLE_DEVICES=0 timeout 300 python3 bench/gpu/transformers_peer.py "$@" --shape tinyllama-1.1b; }
+peer() { CUDA_VISIBLE_DEVICES=0 timeout 200 python3 bench/gpu/transformers_peer.py "$@" --shape tinyllama-1.1b; }
 server() {
     CUDA_VISIBLE_DEVICES=0 python3 bench/compare.py --model "$small" --systems server \
         --server "$(command -v llama-server)" --rounds 1 --threads 8 --workload "$@"
@@ -25,7 +25,7 @@ small=$folder/tinyllama.gguf large=$folder/llama8b.gguf
 model() { [ -e "$1" ] || python3 bench/gpu/models.py "$@"; }
 rows() { [ -e "$folder/$1.jsonl" ] || python3 bench/gpu/rows.py "$folder/$1.jsonl" "${@:2}"; }
 model "$small" --shape tinyllama-1.1b
-rows even; rows even2k --rows 2048; rows even4k --rows 4096
+rows even; rows few --rows 64; rows even2k --rows 2048; rows even4k --rows 4096
 rows tail --out 8-512; rows tail2k --rows 2048 --out 8-512; rows long --prompt 32 --out 256
 rows alike --prompt 512 --alike 448 --out 64
 
@@ -46,8 +46,9 @@ small() { # the small model on one card
 peers() { # beside small() of the same machine
     server "$folder/even.jsonl" --server-grid gpu --search-rows 256
     server "$folder/tail.jsonl" --server-best slots=256,unified=false,flash=true
-    peer "$folder/even.jsonl" --batches 256,512 --continuous
-    peer "$folder/tail.jsonl" --batches 256,512 --continuous --times 1
+    peer "$folder/even.jsonl" --batches 256,512
+    peer "$folder/tail.jsonl" --batches 256,512 --times 1
+    peer "$folder/tail.jsonl" --continuous --attention 'paged|sdpa' --times 1
 }
 
 cards() { # one of them and all
@@ -68,7 +69,7 @@ large() { # the large model on one card
 
 split() { # over all cards by layers, and partly on one
     lb "$small" "$folder/even.jsonl" --set split_mode=layer --times 2
-    lb "$small" "$folder/even.jsonl" "${one[@]}" --set gpu_layers=11 --times 2
+    lb "$small" "$folder/few.jsonl" "${one[@]}" --set gpu_layers=11 --times 2
 }
 
 sizes() { # of a batch

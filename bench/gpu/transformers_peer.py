@@ -5,8 +5,9 @@
 
 Static: a batch at a time, each until its longest answer is there; rows as they come, and sorted by
 the length of their answers, as if that were known. Only tokens that were asked for count.
-Continuous: `generate_batch`'s manager, each row with its own length. Prompts have the same number
-of tokens as on the other side; the first run, or a short one before them, is not counted.
+Continuous: `generate_batch`'s manager, each row with its own length, `--attention paged|sdpa` where
+there are no flash attention kernels. Prompts have the same number of tokens as on the other side; a
+short run before them is not counted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 import transformers
 from rows import IN_FRONT
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from models import SHAPES
 
@@ -36,7 +39,7 @@ def load_rows(path: Path) -> list[Row]:
     return rows
 
 
-def make_model(shape: str) -> LlamaForCausalLM:
+def make_model(shape: str, attention: str | None) -> LlamaForCausalLM:
     """Return a model on the GPU that never ends by itself."""
     of = SHAPES[shape]
     config = LlamaConfig(
@@ -45,7 +48,9 @@ def make_model(shape: str) -> LlamaForCausalLM:
         num_key_value_heads=of["kv_heads"], max_position_embeddings=of["ctx"], eos_token_id=None,
     )  # fmt: skip
     with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model = LlamaForCausalLM._from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        )
     return model.eval()
 
 
@@ -63,32 +68,38 @@ def run_static(model: LlamaForCausalLM, rows: list[Row], size: int) -> float:
     return time.perf_counter() - started
 
 
-def run_continuous(model: LlamaForCausalLM, rows: list[Row]) -> list[float]:
-    """Return the seconds of three runs in one manager."""
+def run_continuous(model: LlamaForCausalLM, rows: list[Row], times: int) -> list[float]:
+    """Return the seconds of some runs in one manager, after one of eight tokens for each row."""
     settings = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=512)
+    hints = WorkloadHints(max(len(ids) for ids, _ in rows), max(row[1] for row in rows), len(rows))
     walls = []
     with model.continuous_batching_context_manager(
-        generation_config=settings, block=True, timeout=5
+        generation_config=settings, block=True, timeout=5, workload_hints=hints
     ) as manager:
-        for number in range(3):
+        for number in range(times + 1):
+            wanted = [row[1] if number else 8 for row in rows]
             started = time.perf_counter()
-            for place, (ids, tokens) in enumerate(rows):
+            for place, (row, tokens) in enumerate(zip(rows, wanted, strict=True)):
                 manager.add_request(
-                    ids, request_id=f"{number}-{place}", max_new_tokens=tokens, eos_token_id=-1
+                    row[0], request_id=f"{number}-{place}", max_new_tokens=tokens, eos_token_id=-1
                 )
-            left, out = len(rows), 0
-            while left:
-                result = manager.get_result(timeout=1)
-                if result is not None and result.is_finished():
-                    left -= 1
-                    out += len(result.generated_tokens)
-                elif result is None and not manager.is_running():
-                    raise RuntimeError("the generation thread ended")
+            out = [len(_next(manager)) for _ in rows]
             walls.append(time.perf_counter() - started)
-            wanted = sum(row[1] for row in rows)
-            if out != wanted:
-                print(f"continuous: {out} tokens, not {wanted}")
-    return walls
+            if sum(out) != sum(wanted):
+                print(f"continuous: {sum(out)} tokens, not {sum(wanted)}")
+    return walls[1:]
+
+
+def _next(manager: ContinuousBatchingManager) -> list[int]:
+    """Wait for the next row that is done, and return its tokens."""
+    while True:
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            if result.error is not None:
+                raise RuntimeError(result.error)
+            return result.generated_tokens
+        if result is None and not manager.is_running():
+            raise RuntimeError("the generation thread ended")
 
 
 def main() -> None:
@@ -99,8 +110,9 @@ def main() -> None:
     parser.add_argument("--batches", default="", help="sizes with commas")
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--continuous", action="store_true")
+    parser.add_argument("--attention", help="implementation, by its name in transformers")
     args = parser.parse_args()
-    rows, model = load_rows(args.rows), make_model(args.shape)
+    rows, model = load_rows(args.rows), make_model(args.shape, args.attention)
     total = sum(row[1] for row in rows)
     version = f"transformers {transformers.__version__}, torch {torch.__version__}"
     for size in map(int, filter(None, args.batches.split(","))):
@@ -112,7 +124,7 @@ def main() -> None:
             if rows == by_length:  # they have one length
                 break
     if args.continuous:
-        show(f"continuous ({version})", run_continuous(model, rows)[1:], total)
+        show(f"continuous ({version})", run_continuous(model, rows, args.times), total)
 
 
 def show(what: str, walls: list[float], tokens: int) -> None:
