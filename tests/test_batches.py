@@ -25,7 +25,8 @@ from localbatch.engine.placement import Gpu, Placement
 from localbatch.scheduler.plan import PlanRow, StepPlan
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 
-GROUPED = ContextConfig(8, 256, None, 512, 1, pass_tokens=256)
+GROUPED = ContextConfig(8, 256, None, 512, 1, pass_tokens=256, full_passes=True)
+ON_CPU = ContextConfig(8, 256, None, 128, 1, pass_tokens=256)
 ALONE = ContextConfig(8, 256, None, 512, 1)
 
 
@@ -70,6 +71,20 @@ class TestGroups:
         first, second = prompt(0, 60), prompt(1, 60)
         later = PlanRow(second.sequence, 1, 20, 60, wants_logits=True, is_prefill=True)
         assert [len(call) for call in calls([first, later], GROUPED, 512)] == [1, 1]
+
+    def test_on_a_cpu_only_first_chunks_share(self) -> None:
+        """Chunks behind others take longer together; a twentieth may be there to fill up."""
+        later = [prompt(slot, 60)._replace(start=20) for slot in range(2)]
+        assert [len(call) for call in calls(later, ON_CPU, 512)] == [1, 1]
+
+        lengths = [50, 50, 48, 40]
+        firsts = [prompt(slot, length) for slot, length in enumerate(lengths)]
+        assert [len(call) for call in calls(firsts, ON_CPU, 512)] == [3, 1]
+
+    def test_slots_side_by_side(self) -> None:
+        """Else llama.cpp would compute them apart, and what fills them up for nothing."""
+        rows = [prompt(slot, 60) for slot in (0, 1, 3)]
+        assert [len(call) for call in calls(rows, ON_CPU, 512)] == [2, 1]
 
     def test_alone_unless_they_may_share(self) -> None:
         """So that a row's bits are its own."""
@@ -121,6 +136,30 @@ def test_prompts_made_equally_long_are_as_alone(backend: LlamaBackend) -> None:
     assert len(list(calls([prompt(i, n) for i, n in enumerate(lengths)], GROUPED, 512))) == 2
     for mine, others in zip(grouped, alone, strict=True):
         np.testing.assert_allclose(mine, others, rtol=1e-2, atol=1e-2)
+
+
+def test_shared_passes_change_no_bit(tiny_models: dict[str, Path]) -> None:
+    """Of prompts, and of the tokens after them; where kernels change with the rows, none share."""
+    lengths = [50, 49, 49, 30, 30, 7, 7, 1, 1]
+
+    def computed(backend: LlamaBackend, pass_tokens: int | None) -> tuple[Numerics, list[Logits]]:
+        shape = ContextConfig(len(lengths), 256, None, 128, 1, pass_tokens=pass_tokens)
+        numerics = backend.open(shape)
+        prompts = [prompt(slot, length) for slot, length in enumerate(lengths)]
+        first = logits_of(backend, [prompts])
+        return numerics, first + logits_of(backend, [[following(row) for row in prompts]])
+
+    for kind, path in tiny_models.items():
+        backend = LlamaBackend(str(path))
+        numerics, together = computed(backend, 256)
+        calls_together = backend.num_calls
+        _, alone = computed(backend, None)
+        calls_alone = backend.num_calls - calls_together
+        backend.close()
+
+        assert (calls_together < calls_alone) == (numerics is Numerics.SAME_AS_ALONE), kind
+        for mine, others in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(mine.view(np.uint32), others.view(np.uint32), kind)
 
 
 def rows_of_all_kinds() -> list[Request]:

@@ -673,8 +673,9 @@ class TestFitContext:
     def test_lanes_share_rows_and_threads(self) -> None:
         """16 rows and 8 threads in 4 lanes: 4 and 2 each; the slots for prefixes are each one's."""
         assert fit(16, 10**6, lanes=4, prefix_slots=3) == ContextConfig(
-            num_slots=4, row_cells=256, pool_cells=None, chunk=128, threads=2, num_prefix_slots=3
-        )
+            num_slots=4, row_cells=256, pool_cells=None, chunk=128, threads=2, num_prefix_slots=3,
+            pass_tokens=256,
+        )  # fmt: skip
 
     @pytest.mark.parametrize(
         ("slots", "lanes", "each"), [(10, 4, 3), (9, 4, 3), (8, 4, 2), (1, 1, 1)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localbatch.cli.main import main
 from localbatch.data.config import EngineConfig
-from localbatch.engine import calibration
+from localbatch.engine import calibration, numerics
 from localbatch.engine.backend import ContextConfig
 from localbatch.engine.calibration import Rates, measure, rates_of
 from localbatch.engine.fake import FakeBackend
@@ -160,8 +160,8 @@ class TestChoice:
             self.ROWS, 64, on_gpu=False
         )
 
-        assert choice.layout == Layout(4, 1, 16)
-        assert choice.expected_s == 16 * 1.0 + 10 * 8.0
+        assert choice.layout == Layout(4, 1, 8)
+        assert choice.expected_s == 16 * 1.0 + 2 * 10 * 4.0
         assert [layout.lanes for layout, _ in choice.others] == [2, 1]
 
     def test_short_jobs_are_not_measured(self) -> None:
@@ -202,7 +202,7 @@ class TestChoice:
         assert chosen == [False, True, False]
 
     @pytest.mark.parametrize(
-        ("parallel", "cell_bytes", "slots"), [(None, 0, 16), (None, 1, 4), (64, 1, 16)]
+        ("parallel", "cell_bytes", "slots"), [(None, 0, 8), (None, 1, 4), (64, 1, 16)]
     )
     def test_fewer_slots_where_making_them_takes_longer(
         self, parallel: int | None, cell_bytes: int, slots: int
@@ -309,6 +309,16 @@ class TestCalibration:
             backend = LlamaBackend(str(path))
             assert cuts_alike(backend._model, 1), kind
             backend.close()
+
+    def test_prompts_that_differ_together_are_found(
+        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As if a kernel for many rows summed in another order."""
+        backend = LlamaBackend(str(tiny_model))
+        together = numerics._group_logits
+        monkeypatch.setattr(numerics, "_group_logits", lambda *a: together(*a) ^ 1)
+        assert not numerics.groups_alike(backend._model, 1)
+        backend.close()
 
 
 class TestCommand:

@@ -29,8 +29,16 @@ class TestFitContext:
     def test_the_whole_context_by_hand(self) -> None:
         """Two rows of 300 tokens: cells by 256, chunks of 128, no flash attention on the CPU."""
         assert fit(2, 300, memory=8 * GIB) == ContextConfig(
-            num_slots=2, row_cells=512, pool_cells=None, chunk=128, threads=1, flash_attention=False
-        )
+            num_slots=2, row_cells=512, pool_cells=None, chunk=128, threads=1,
+            flash_attention=False, pass_tokens=256,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("settings", "tokens"), [({"ubatch": 64}, 64), ({"kv_layout": KVLayout.UNIFIED}, None)]
+    )
+    def test_prompts_that_share_a_pass(self, settings: dict[str, Any], tokens: int | None) -> None:
+        """No more tokens than a pass may have by hand; in the unified layout all share anyway."""
+        assert fit(2, 300, 8 * GIB, **settings).pass_tokens == tokens
 
     @pytest.mark.parametrize(("cells", "rounded"), [(1, 256), (256, 256), (257, 512), (512, 512)])
     def test_cells_are_rounded_up_to_256(self, cells: int, rounded: int) -> None:

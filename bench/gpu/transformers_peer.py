@@ -97,7 +97,7 @@ def _next(manager: ContinuousBatchingManager) -> list[int]:
         if result is not None and result.is_finished():
             if result.error is not None:
                 raise RuntimeError(result.error)
-            return result.generated_tokens
+            return list(result.generated_tokens)
         if result is None and not manager.is_running():
             raise RuntimeError("the generation thread ended")
 

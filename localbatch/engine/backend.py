@@ -70,12 +70,15 @@ class ContextConfig:
     """Let decode batches be padded where that keeps a row's bits its own, or is faster."""
     pass_tokens: int | None = None
     """Prompt tokens of several rows that are computed in one pass, in streams; `None`: each prompt
-    chunk alone, as it must be for a row's bits to be its own."""
+    chunk alone."""
+    full_passes: bool = False
+    """Begin several rows at a time, in slots side by side, and let all their chunks share passes,
+    not only the first ones."""
 
     @property
     def admit_together(self) -> int:
         """Free slots that are worth a pass over new prompts."""
-        return max(1, self.num_slots // 16) if self.pass_tokens else 1
+        return max(1, self.num_slots // 16) if self.full_passes else 1
 
     @property
     def num_cells(self) -> int:

@@ -113,7 +113,7 @@ class Lane:
                 pool_cells=context.pool_cells, chunk=context.chunk, block=block_of(context.chunk),
                 max_step_tokens=max(2048, context.chunk),
                 num_prefix_slots=context.num_prefix_slots,
-                closes_gaps_first=context.pass_tokens is not None,
+                closes_gaps_first=context.full_passes,
             ),
             self.backend.card.end_tokens,
         )  # fmt: skip

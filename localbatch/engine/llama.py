@@ -21,7 +21,7 @@ from localbatch.engine.batches import (
     steady,
 )
 from localbatch.engine.machine import available_memory
-from localbatch.engine.numerics import cuts_alike_of, numerics_of, padded
+from localbatch.engine.numerics import cuts_alike_of, groups_alike_of, numerics_of, padded
 from localbatch.engine.placement import ON_CPU, Gpu, Placement, place
 from localbatch.engine.sizing import BLOCK
 from localbatch.engine.threads import apart
@@ -36,6 +36,8 @@ _CODES = {  # include/llama.h, llama_decode
     -3: "llama.cpp failed to compute",
 }
 _UNIFIED_BATCH = 2048
+_WORTH_SHARING = 4
+"""Rows of a lane for which it is worth finding out whether their prompts may share passes."""
 
 
 class LlamaBackend:
@@ -135,6 +137,13 @@ class LlamaBackend:
             self._padded = int
         room = MAX_SLOTS - config.num_slots - config.num_prefix_slots
         self._num_padding = min(self._padded(config.num_slots) - config.num_slots, room)
+        if not self.on_gpu and not (
+            config.pass_tokens
+            and config.num_slots >= _WORTH_SHARING
+            and numerics is Numerics.SAME_AS_ALONE
+            and groups_alike_of(self._model, self._path, config.threads)
+        ):
+            self._config = config = replace(config, pass_tokens=None)
         if exact and (config.num_prefix_slots or config.chunk % BLOCK):
             alike = cuts_alike_of(self._model, self._path, config.threads)
             numerics = numerics if alike else Numerics.VARIES

@@ -6,12 +6,13 @@ rows or more another way again (its tiled integer kernels). Which of these apply
 processor and the weight types. Each sums in another order, so a row's logits may change in the last
 bits with the number of rows beside it. On some machines none does (AMX, or weights that only
 have one kernel); on the others decode batches of a multiple of 4, at least 8, are all alike. Prompt
-chunks are always computed alone and cut at fixed places, so they are alike anyway.
+chunks are cut at fixed places, and computed alone unless the first is the case.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ _PROMPT = 5
 _SIZES_ALIKE = (1, 9, 16)  # alone; over both thresholds with a remainder; and without one
 _PADDED_ALIKE = (8, 12, 16)
 _CUT_PROMPT, _CUTS = 47, (8, 20, 36)  # a remainder to 4 at the end; pieces from 8 to 39 tokens
+_GROUPS = ((21, 20, 18), (2, 1))  # other remainders together than alone
 
 
 def padded(rows: int) -> int:
@@ -35,11 +37,22 @@ def padded(rows: int) -> int:
 
 def cuts_alike_of(model: binding.Model, path: str, threads: int) -> bool:
     """Return what `cuts_alike` finds, or found in an earlier run on this machine."""
+    return _found("cuts 1", cuts_alike, model, path, threads)
+
+
+def _found(
+    name: str,
+    probe: Callable[[binding.Model, int], bool],
+    model: binding.Model,
+    path: str,
+    threads: int,
+) -> bool:
+    """Return what a probe finds, or found in an earlier run on this machine."""
     cache = FactCache()
-    key = fact_key("cuts 1", path, threads, library.check_binding(), library.system_info())
+    key = fact_key(name, path, threads, library.check_binding(), library.system_info())
     known = cache.get(key)
     if known not in ("alike", "differ"):
-        known = "alike" if cuts_alike(model, threads) else "differ"
+        known = "alike" if probe(model, threads) else "differ"
         cache.put(key, known)
     return known == "alike"
 
@@ -62,6 +75,45 @@ def cuts_alike(model: binding.Model, threads: int) -> bool:
         )
     finally:
         context.close()
+
+
+def groups_alike_of(model: binding.Model, path: str, threads: int) -> bool:
+    """Return what `groups_alike` finds, or found in an earlier run on this machine."""
+    return _found("groups 1", groups_alike, model, path, threads)
+
+
+def groups_alike(model: binding.Model, threads: int) -> bool:
+    """Compute prompts alone and together, filled up to the same length; compare bits."""
+    most = max(len(lengths) * max(lengths) for lengths in _GROUPS)
+    shape = binding.ContextShape(
+        n_seq_max=max(map(len, _GROUPS)), n_ctx=256 * max(map(len, _GROUPS)), n_batch=most,
+        n_ubatch=most, threads=threads, unified=False, flash_attention=False,
+    )  # fmt: skip
+    context = binding.Context(model, shape)
+    try:
+        return all(
+            np.array_equal(_group_logits(context, lengths)[i], _prompt_logits(context, (length,)))
+            for lengths in _GROUPS
+            for i, length in enumerate(lengths)
+        )
+    finally:
+        context.close()
+
+
+def _group_logits(context: binding.Context, lengths: tuple[int, ...]) -> npt.NDArray[np.uint32]:
+    """Return the bits of prompts' logits, a row for each, computed in one call."""
+    size = max(lengths)
+    for slot, length in enumerate(lengths):
+        context.remove(slot)
+        at = slot * size
+        context.tokens[at : at + size] = np.arange(size) % context.num_vocab
+        context.positions[at : at + size] = np.arange(size)
+        context.set_slots(at, at + size, slot)
+        context.wants[at : at + size] = 0
+        context.wants[at + length - 1] = 1
+    _checked(context.decode(size * len(lengths)))
+    bits: npt.NDArray[np.uint32] = context.logits(len(lengths)).view(np.uint32).copy()
+    return bits
 
 
 def _prompt_logits(context: binding.Context, ends: tuple[int, ...]) -> npt.NDArray[np.uint32]:

@@ -36,8 +36,8 @@ MOST_SECONDS = 10.0
 LEAST_SLOTS = 4
 """Slots of a lane that are worth a plan."""
 
-ENOUGH = 0.05
-"""Share of the time that fewer slots must save: more of them leave fewer rows for the end."""
+ENOUGH = 0.01
+"""Share of the time that more slots must save: fewer take less memory, and are full for longer."""
 
 SURELY = 0.1
 """Share of the time that fewer lanes than the rule's must save: a lane's threads wait for each
@@ -225,7 +225,7 @@ class Planner:
                 for option in self._with_fewer_slots(layout)
             ]
             least = min(map(_seconds, timed))
-            best.append(next(pair for pair in timed if pair[1] <= (1 + ENOUGH) * least))
+            best.append([pair for pair in timed if pair[1] <= (1 + ENOUGH) * least][-1])
         if not best:
             return Choice(guess, "by rule: nothing could be measured in time")
         best.sort(key=lambda pair: pair[1] * (1 if pair[0].lanes >= guess.lanes else 1 + SURELY))

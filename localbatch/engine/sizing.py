@@ -20,8 +20,8 @@ that a rest of few tokens has the bits that it has there."""
 _CPU_CHUNK = 128
 """A core's caches hold what it takes to compute so many tokens."""
 
-GPU_PASS = 2048
-"""Prompt tokens, of several rows, in a pass on a GPU."""
+GPU_PASS, CPU_PASS = 2048, 256
+"""Prompt tokens, of several rows, in a pass."""
 
 _PASS_BYTES = 32_000
 """Further bytes of a token in a pass on a GPU: TinyLlama's take 24,000."""
@@ -121,7 +121,8 @@ def fit_context(
         threads=max(1, (config.threads or usable_threads()) // lanes),
         flash_attention=flash is FlashAttention.ON or (flash is FlashAttention.AUTO and on_gpu),
         num_prefix_slots=num_prefix_slots,
-        pass_tokens=GPU_PASS if on_gpu and pool is None else None,
+        pass_tokens=(GPU_PASS if on_gpu else config.ubatch or CPU_PASS) if pool is None else None,
+        full_passes=on_gpu and pool is None,
     )
 
 
