@@ -19,9 +19,9 @@ from localbatch.engine.backend import Backend, ContextConfig, Logits, Numerics
 from localbatch.engine.batches import calls, steady
 from localbatch.engine.engine import Engine
 from localbatch.engine.fake import FakeBackend
-from localbatch.engine.lane import TextPiece
 from localbatch.engine.llama import LlamaBackend
 from localbatch.engine.placement import Gpu, Placement
+from localbatch.engine.rows import TextPiece
 from localbatch.scheduler.plan import PlanRow, StepPlan
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 

@@ -53,6 +53,17 @@ def test_summaries_of_another_run_are_no_documents(tmp_path: Path) -> None:
     assert "sub/b.txt.md" in [document.name for document in named]
 
 
+def test_a_file_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    """As in a folder and by itself; but links to it are documents of their own."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("A text.")
+    (folder / "link.txt").symlink_to(folder / "a.txt")
+    paths = [str(folder), str(folder / "a.txt"), str(folder / "." / "*.txt")]
+    found = find_documents(paths, str(tmp_path / "out"))
+    assert [document.name for document in found] == ["in/a.txt", "in/link.txt"]
+
+
 def test_a_run_that_could_not_start_binds_nobody(tmp_path: Path) -> None:
     """The same command with other settings is not refused for answers that there are not."""
     text, out = tmp_path / "a.txt", tmp_path / "out"

@@ -19,9 +19,10 @@ from localbatch.data.errors import ConfigError, DecodeError
 from localbatch.engine.backend import ContextConfig, Sample
 from localbatch.engine.engine import Engine, _best_lane
 from localbatch.engine.fake import FIRST_BYTE, FakeBackend
-from localbatch.engine.lane import Lane, Row
+from localbatch.engine.lane import Lane
 from localbatch.engine.order import best_order
 from localbatch.engine.planner import Layout, candidates
+from localbatch.engine.rows import Row
 from localbatch.engine.sizing import context_bytes, fit_context
 from localbatch.engine.text import TextStream
 from localbatch.scheduler.plan import StepPlan

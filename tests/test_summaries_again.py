@@ -184,13 +184,21 @@ class TestEncodings:
         with pytest.raises(InputError, match=r"is not UTF-8 \(byte 9\).*--encoding auto"):
             extract(path)
 
-    def test_utf16_without_a_mark(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+    def test_utf16_without_a_mark(self, tmp_path: Path, encoding: str) -> None:
         """Zero bytes are no text, unless the encoding that was named has them."""
         path = tmp_path / "x.txt"
-        path.write_bytes(self.TEXT.encode("utf-16-le"))
-        with pytest.raises(InputError, match="zero bytes"):
+        path.write_bytes(self.TEXT.encode(encoding))
+        with pytest.raises(InputError, match=rf"zero bytes; for UTF-16 .* --encoding {encoding}\)"):
             extract(path, "auto")
-        assert extract(path, "utf_16_le").text == self.TEXT
+        assert extract(path, encoding.replace("-", "_")).text == self.TEXT
+
+    def test_bytes_that_are_no_text(self, tmp_path: Path) -> None:
+        """Nothing is proposed for them."""
+        path = tmp_path / "x.txt"
+        path.write_bytes(bytes(range(256)) * 4)
+        with pytest.raises(InputError, match=r"zero bytes\)$"):
+            extract(path)
 
     def test_a_wrong_name(self) -> None:
         """Is an error before anything begins."""

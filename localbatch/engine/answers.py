@@ -9,7 +9,7 @@ from hashlib import blake2b
 import numpy as np
 
 from localbatch.data.request import Completion, Request, Timings, Usage
-from localbatch.engine.lane import Event, Part, TextPiece
+from localbatch.engine.rows import Event, Part, TextPiece
 
 
 class Answers:

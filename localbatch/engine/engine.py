@@ -13,12 +13,13 @@ from localbatch.data.errors import InputError
 from localbatch.data.request import Completion, FinishReason, Request, failed_completion
 from localbatch.engine.answers import Answers
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
-from localbatch.engine.lane import Event, Lane, Row, TextPiece, weight_of
+from localbatch.engine.lane import Lane
 from localbatch.engine.lanes import LaneGroup, wanted_cells
 from localbatch.engine.order import best_order
 from localbatch.engine.planner import Choice
 from localbatch.engine.prompt import PromptEncoder
 from localbatch.engine.reasoning import ReasoningTexts
+from localbatch.engine.rows import Event, Row, TextPiece, weight_of
 from localbatch.engine.sizing import block_of, chunk_of, context_bytes
 from localbatch.scheduler.prefixes import find_prefixes
 from localbatch.scheduler.sequence import Sequence as TokenSequence

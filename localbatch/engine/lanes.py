@@ -9,8 +9,9 @@ from functools import partial
 from localbatch.data.config import MAX_SLOTS, EngineConfig
 from localbatch.engine.backend import Backend, ContextConfig, Numerics
 from localbatch.engine.calibration import DEEP, MOST_DEEP_ROWS, MOST_ROWS, SHALLOW, Rates, rates_of
-from localbatch.engine.lane import Counters, Lane
+from localbatch.engine.lane import Lane
 from localbatch.engine.planner import Choice, Layout, Planner, RowShape
+from localbatch.engine.rows import Counters
 from localbatch.engine.sizing import (
     BLOCK,
     PREFIX_SLOTS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from localbatch.engine.lane import Row
+from localbatch.engine.rows import Row
 from localbatch.scheduler.prefixes import Prefix
 
 

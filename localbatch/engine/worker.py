@@ -24,7 +24,6 @@ from localbatch.data.request import Completion
 from localbatch.engine.backend import Backend
 from localbatch.engine.engine import Engine
 from localbatch.engine.fake import FakeBackend, fake_placement
-from localbatch.engine.lane import TextPiece
 from localbatch.engine.messages import (
     Abort,
     Failed,
@@ -38,6 +37,7 @@ from localbatch.engine.messages import (
     Submit,
 )
 from localbatch.engine.preview import preview
+from localbatch.engine.rows import TextPiece
 
 _REPORT_EVERY_S = 0.25
 _HEARTBEAT_EVERY_S = 1.0

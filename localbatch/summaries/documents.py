@@ -47,21 +47,24 @@ def find_documents(paths: Sequence[str], output: str) -> list[Document]:
     """Return the files that are named, those below folders, and those that patterns match.
 
     Sorted by name. Of a single folder, names begin below it; otherwise with the last part of what
-    was named. Hidden files, the output folder, those of other runs, pipes and devices are passed
-    over, but for those that are named themselves. Raises `ConfigError` if a path leads to nothing,
-    two documents would have one summary, summaries would lie among the documents, or a folder can't
-    be listed.
+    was named; of a file that is named in two ways the first counts. Hidden files, the output
+    folder, those of other runs, pipes and devices are passed over, but for those that are named
+    themselves. Raises `ConfigError` if a path leads to nothing, two documents would have one
+    summary, summaries would lie among the documents, or a folder can't be listed.
     """
     own = os.path.realpath(output)
     roots = [root for path in paths for root in _expanded(path, own)]
     found: dict[str, Document] = {}
+    taken: set[str] = set()
     for root in roots:
         below = root if len(roots) == 1 and root.is_dir() else root.absolute().parent
         for file in _files(root, own):
             name = os.path.relpath(file.absolute(), below.absolute()).replace(os.sep, "/")
             if name in found and os.path.realpath(found[name].path) != os.path.realpath(file):
                 raise _same_place(file, found[name])
-            found.setdefault(name, Document(file, name))
+            if (path := os.path.abspath(file)) not in taken:
+                found.setdefault(name, Document(file, name))
+            taken.add(path)
     if not found:
         raise ConfigError(
             f"{', '.join(paths)}: there is no document; hidden files and the output folder are none"

@@ -134,6 +134,14 @@ def _too_long(size: int) -> InputError:
     return InputError(f"is too long ({size:,} bytes, at most {MAX_BYTES:,}); cut it into files")
 
 
+def _utf16_hint(data: bytes) -> str:
+    """Return what to try where most characters would be of one byte in UTF-16 without a mark."""
+    for zeros, others, name in ((1, 0, "utf-16-le"), (0, 1, "utf-16-be")):
+        if 2 * data[zeros::2].count(0) > len(data[zeros::2]) and 0 not in data[others::2]:
+            return f"; for UTF-16 without a mark, --encoding {name}"
+    return ""
+
+
 def _decoded(data: bytes, encoding: str) -> str:
     for begin, what in _BINARY.items():
         if data.startswith(begin):
@@ -142,7 +150,7 @@ def _decoded(data: bytes, encoding: str) -> str:
         if data.startswith(mark):
             encoding = marked
     if b"\0" in data and not encoding.replace("_", "-").lower().startswith(("utf-16", "utf-32")):
-        raise InputError("is no text (it has zero bytes)")
+        raise InputError(f"is no text (it has zero bytes{_utf16_hint(data)})")
     if encoding == AUTO:
         return extract_docs.guessed(data)
     try:
