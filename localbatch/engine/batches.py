@@ -29,10 +29,14 @@ def calls(
     """
     streams = config.pool_cells is None
     if streams and config.pass_tokens:
-        sharing = [row for row in rows if row.is_prefill and (config.full_passes or row.start == 0)]
+        sharing: list[PlanRow] = []
+        others: list[PlanRow] = []
+        for row in rows:
+            shares = row.is_prefill and (config.full_passes or row.start == 0)
+            (sharing if shares else others).append(row)
         waste = _FULL_WASTE if config.full_passes else _WASTE
         yield from _groups(sharing, config.pass_tokens, waste)
-        rows = [row for row in rows if row not in sharing]
+        rows = others
     call: list[PlanRow] = []
     size = 0
     for row in rows:
