@@ -588,9 +588,10 @@ class TestNumberOfLanes:
         ("slots", "settings", "lanes"),
         [
             (64, {"threads": 8}, [2, 1, 4, 8]),
-            (64, {"threads": 6}, [2, 1, 4, 6]),
+            (64, {"threads": 6}, [2, 1, 6]),
+            (64, {"threads": 3}, [1, 3]),
             (64, {"threads": 1}, [1]),
-            (3, {"threads": 8}, [2, 1, 3]),
+            (3, {"threads": 8}, [2, 1]),
             (1, {"threads": 8}, [1]),
             (64, {"threads": 8, "lanes": 1}, [1]),
             (64, {"threads": 1, "lanes": 7}, [7]),
@@ -606,7 +607,10 @@ class TestNumberOfLanes:
         ],
     )
     def test_on_a_cpu(self, slots: int, settings: dict[str, Any], lanes: list[int]) -> None:
-        """By rule two, if there are threads and rows for them; no more than 252 rows in each."""
+        """By rule two, if they split the threads evenly and there are rows for them.
+
+        No more than 252 rows in each.
+        """
         layouts = candidates(EngineConfig("m", **settings), slots, on_gpu=False)
 
         assert [layout.lanes for layout in layouts] == lanes
@@ -619,13 +623,32 @@ class TestNumberOfLanes:
         assert candidates(config, 300, on_gpu=True) == [Layout(4, 2, 75, flash_attention=True)]
 
     def test_threads_and_rows_are_split_evenly(self) -> None:
-        """Threads that are left over idle; rows that are left over make room in every lane."""
-        assert candidates(EngineConfig("m", threads=5), 10, on_gpu=False) == [
-            Layout(2, threads=2, slots=5),
-            Layout(1, threads=5, slots=10),
-            Layout(4, threads=1, slots=3),
-            Layout(5, threads=1, slots=2),
+        """With lanes by hand, threads that are left over idle; else there are none."""
+        assert candidates(EngineConfig("m", threads=9), 10, on_gpu=False) == [
+            Layout(1, threads=9, slots=10),
+            Layout(9, threads=1, slots=2),
         ]
+        set_by_hand = EngineConfig("m", threads=5, lanes=2)
+        assert candidates(set_by_hand, 11, on_gpu=False) == [Layout(2, threads=2, slots=6)]
+
+    @pytest.mark.parametrize(("lanes", "parallel"), [(4, 9), (2, 5), (2, 3), (3, 3)])
+    def test_no_more_rows_than_asked_for(self, lanes: int, parallel: int) -> None:
+        """Some lanes have a row less; the caches are no larger than for so many rows."""
+        made = Engine(
+            FakeBackend(),
+            EngineConfig("m", lanes=lanes, threads=lanes, parallel=parallel, share_prefixes=False),
+        )
+        made.submit(mixed_rows(20))
+        made.prepare()
+
+        slots = [lane.num_slots for lane in made.lanes]
+        assert (len(slots), sum(slots), max(slots) - min(slots)) == (
+            lanes,
+            parallel,
+            parallel % lanes > 0,
+        )
+        assert made.stats.slots == parallel
+        assert made.stats.kv_bytes == parallel * made.stats.row_cells  # a byte each
 
 
 CARD = replace(FakeBackend().card, kv_bytes_per_cell=MIB)

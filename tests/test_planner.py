@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +16,12 @@ from hypothesis import strategies as st
 
 from localbatch.cli.main import main
 from localbatch.data.config import EngineConfig
-from localbatch.engine import calibration, numerics
+from localbatch.engine import calibration, machine, numerics
 from localbatch.engine.backend import ContextConfig
 from localbatch.engine.calibration import Rates, measure, rates_of
 from localbatch.engine.fake import FakeBackend
 from localbatch.engine.llama import LlamaBackend
+from localbatch.engine.machine import OtherWork
 from localbatch.engine.numerics import cuts_alike
 from localbatch.engine.planner import Layout, Planner, RowShape, expected_seconds
 from localbatch.scheduler.prefixes import Prefix
@@ -298,6 +303,36 @@ class TestCalibration:
         assert rates_of(str(tiny_model), [backend], context, 9) == found != RATES
         assert rates_of(str(tiny_model), [backend, backend], context, 9) == RATES
         backend.close()
+
+    def test_disturbed_measurements_are_not_kept_for_good(
+        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After an hour they are made again; if nothing else is going on then, for good."""
+        backend, context = LlamaBackend(str(tiny_model)), ContextConfig(5, 256, None, 512, 1)
+        now, others = [0.0], [5.0, 0.0]  # the last comes first
+        monkeypatch.setattr(calibration.time, "time", lambda: now[0])
+        monkeypatch.setattr(machine, "_others_s", lambda: others.pop() if others else 0.0)
+        monkeypatch.setattr(machine, "_allowed_cores", lambda: {0})
+        measured = []
+
+        def found(*_: object) -> Rates:
+            measured.append(now[0])
+            return RATES
+
+        monkeypatch.setattr(calibration, "measure", found)
+        for at in (0.0, 3599.0, 3601.0, 9999.0):
+            now[0] = at
+            rates_of(str(tiny_model), [backend], context, 9)
+        backend.close()
+        assert measured == [0.0, 3601.0]
+
+    def test_other_work_is_seen(self) -> None:
+        """A process that computes, and not this one."""
+        command = [sys.executable, "-c", "while True: pass"]
+        with subprocess.Popen(command) as other, OtherWork() as seen:
+            time.sleep(0.5)
+            other.kill()
+        assert seen.share > 0.1 / (os.cpu_count() or 1)
 
     def test_no_file(self) -> None:
         """The fake has none, so nothing is measured."""

@@ -16,6 +16,7 @@ from typing import TypeAlias
 from localbatch.data.request import Request
 from localbatch.engine.backend import Backend, ContextConfig
 from localbatch.engine.cache import FactCache, fact_key
+from localbatch.engine.machine import OtherWork
 from localbatch.engine.sampling import sample
 from localbatch.scheduler.plan import Copy, PlanRow, StepPlan
 from localbatch.scheduler.sequence import Sequence as TokenSequence
@@ -32,6 +33,10 @@ ROWS = (1, 4, 16, 32)
 
 MOST_ROWS, MOST_DEEP_ROWS = 32, 16
 """Slots of a context to measure in, and of one with `DEEP` cells: making them takes time, too."""
+
+DISTURBED, KEEP_DISTURBED_S = 0.1, 3600.0
+"""Share of the cores that other processes took during a measurement that is not kept for good, and
+how long it is kept."""
 
 _FIRST = 32
 _FIRST_SHARE = 0.15
@@ -135,6 +140,8 @@ def rates_of(
 ) -> Rates | None:
     """Return what `measure` finds, or found before for this file, machine and llama.cpp build.
 
+    What was found while other processes took the cores is found anew after an hour.
+
     `None` for what is no file, or too slow.
     """
     try:
@@ -142,11 +149,15 @@ def rates_of(
     except OSError:
         return None
     cache = FactCache()
+    disturbed = f"{key} disturbed"
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        return Rates.from_json(cache.get(key) or "")
-    rates = measure(backends, context, budget_s)
+        if time.time() < float(cache.get(disturbed) or "inf") + KEEP_DISTURBED_S:
+            return Rates.from_json(cache.get(key) or "")
+    with OtherWork() as others:
+        rates = measure(backends, context, budget_s)
     if rates is not None:
         cache.put(key, rates.to_json())
+        cache.put(disturbed, str(time.time()) if others.share > DISTURBED else "inf")
     return rates
 
 

@@ -20,7 +20,7 @@ from localbatch.engine.planner import Choice
 from localbatch.engine.prompt import PromptEncoder
 from localbatch.engine.reasoning import ReasoningTexts
 from localbatch.engine.rows import Event, Row, TextPiece, weight_of
-from localbatch.engine.sizing import block_of, chunk_of, context_bytes
+from localbatch.engine.sizing import block_of, chunk_of
 from localbatch.scheduler.prefixes import find_prefixes
 from localbatch.scheduler.sequence import Sequence as TokenSequence
 
@@ -60,7 +60,7 @@ class EngineStats:
     numerics: Numerics | None = None
     plan: Choice | None = None
     context: ContextConfig | None = None
-    """Of each lane."""
+    """Of the largest lane; others may have a row less."""
     kv_bytes: int = 0
     """Of all lanes."""
     buffer_bytes: int = 0
@@ -111,13 +111,13 @@ class Engine:
             decode_s=sum(c.decode_s for c in counters) / lanes,
             run_s=sum(c.run_s for c in counters) / lanes,
             lanes=lanes if context else 0,
-            slots=context.num_slots * lanes if context else 0,
+            slots=group.num_slots,
             row_cells=context.row_cells if context else 0,
             threads=context.threads if context else 0,
             numerics=group.numerics,
             plan=group.choice,
             context=context,
-            kv_bytes=context_bytes(self.backend.card, context) * lanes if context else 0,
+            kv_bytes=group.kv_bytes,
             buffer_bytes=sum(lane.backend.buffer_bytes for lane in group.lanes),
             free_bytes=group.free_bytes,
         )

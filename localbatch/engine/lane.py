@@ -88,9 +88,14 @@ class Lane:
         self.backend.close()
 
     @property
+    def num_slots(self) -> int:
+        """Rows that it can have at one time."""
+        return self._opened.config.num_slots
+
+    @property
     def num_free(self) -> int:
         """Rows that could start right away."""
-        return self._opened.config.num_slots - len(self._rows)
+        return self.num_slots - len(self._rows)
 
     @property
     def wants_rows(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ class LaneGroup:
         self.counters: list[Counters] = [self.lanes[0].counters]
         """Of all lanes, past ones included."""
         self.context: ContextConfig | None = None
+        """Of the largest lane."""
         self.numerics: Numerics | None = None
         self.choice: Choice | None = None
         self.free_bytes = 0
@@ -51,14 +53,14 @@ class LaneGroup:
         slots = wanted_slots(config, len(waiting), on_gpu=on_gpu)
         memory = self._backend.free_bytes()
         if (now := self.context) is not None:
-            present = now.num_slots * len(self.lanes)
+            present = self.num_slots
             asked_slots, asked_prefix_slots = self._asked
             enough = cells <= now.row_cells and slots <= max(present, asked_slots)
             if enough and prefix_slots <= asked_prefix_slots:
                 return
             cells, slots = max(cells, now.row_cells), max(slots, present)
             # What the present contexts take is free when the next ones are made.
-            memory += context_bytes(self._backend.card, now) * len(self.lanes)
+            memory += self.kv_bytes
             memory += sum(lane.backend.buffer_bytes for lane in self.lanes) if on_gpu else 0
         self._asked = (slots, prefix_slots)
         planner = Planner(config, partial(self._rates, cells))
@@ -83,6 +85,19 @@ class LaneGroup:
             chunk = config.ubatch or BLOCK
             self._open(replace(context, num_prefix_slots=0, chunk=chunk), lanes)
 
+    @property
+    def num_slots(self) -> int:
+        """Rows of all lanes."""
+        return sum(lane.num_slots for lane in self.lanes) if self.context else 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all KV caches."""
+        if (context := self.context) is None:
+            return 0
+        contexts = [replace(context, num_slots=lane.num_slots) for lane in self.lanes]
+        return sum(context_bytes(self._backend.card, each) for each in contexts)
+
     def _affordable(self, cells: int, memory: int) -> int:
         """Return the most lanes that memory allows, with a row each."""
         card, on_gpu = self._backend.card, self._backend.on_gpu
@@ -96,9 +111,17 @@ class LaneGroup:
         return not (settings_vary or self._backend.on_gpu or self._config.any_numerics)
 
     def _open(self, context: ContextConfig, num_lanes: int) -> None:
-        """Make as many lanes, each with such a context."""
+        """Make as many lanes, each with such a context, or some with a row less if so many are set.
+
+        In the unified layout there is one lane.
+        """
         self._resize(num_lanes)
-        found = [lane.open(context) for lane in self.lanes]
+        total = min(context.num_slots * num_lanes, self._config.parallel or sys.maxsize)
+        each, more = divmod(total, num_lanes)
+        found = [
+            lane.open(replace(context, num_slots=each + (place < more)))
+            for place, lane in enumerate(self.lanes)
+        ]
         self.numerics, self.context = found[0], context
         self.free_bytes = self._backend.free_bytes()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import psutil
@@ -16,10 +17,7 @@ def usable_threads() -> int:
 
     llama.cpp is bound by the cores' arithmetic and memory, which two threads of a core share.
     """
-    try:
-        allowed = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS and Windows
-        allowed = os.cpu_count() or 1
+    allowed = len(_allowed_cores())
     physical = psutil.cpu_count(logical=False) or allowed
     return max(1, min(allowed, physical, _cgroup_cpus() or allowed))
 
@@ -29,6 +27,42 @@ def available_memory() -> int:
     available = int(psutil.virtual_memory().available)
     limit = _cgroup_memory_left()
     return available if limit is None else min(available, limit)
+
+
+class OtherWork:
+    """Finds out how much of the cores other processes take while a block runs."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        """Of the time of all cores that this process may use."""
+        self._started = self._before = 0.0
+
+    def __enter__(self) -> OtherWork:
+        self._started, self._before = time.perf_counter(), _others_s()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall_s = time.perf_counter() - self._started
+        self.share = (_others_s() - self._before) / max(1e-9, wall_s * len(_allowed_cores()))
+
+
+def _others_s() -> float:
+    """Return the seconds that the usable cores have worked for others than this process."""
+    cores = psutil.cpu_times(percpu=True)
+    used = [cores[i] for i in _allowed_cores() if i < len(cores)]
+    busy = sum(
+        core.user + core.system + getattr(core, "nice", 0.0) + getattr(core, "steal", 0.0)
+        for core in used
+    )
+    own = psutil.Process().cpu_times()
+    return float(busy - own.user - own.system)
+
+
+def _allowed_cores() -> set[int]:
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:  # not on macOS and Windows
+        return set(range(os.cpu_count() or 1))
 
 
 def _cgroup_cpus() -> int | None:

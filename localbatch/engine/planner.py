@@ -91,7 +91,7 @@ def candidates(
     llama.cpp is many times slower with it where prompts go on from a long beginning, so it is only
     weighed for `short_rows`.
 
-    Lanes split the threads evenly.
+    Lanes split the threads evenly; unless lanes are set, none is left over.
     """
     threads = config.threads or usable_threads()
     least = -(-slots // (MAX_SLOTS - PREFIX_SLOTS))
@@ -104,8 +104,9 @@ def candidates(
     else:
         most = max(least, min(threads, slots))
         powers = [2**k for k in range(10) if 2**k <= most]
-        guess = max(least, min(GUESS_LANES, most))
-        counts = [guess, *(n for n in [*powers, most] if n != guess and n >= least)]
+        even = [n for n in [*powers, most] if n >= least and threads % n == 0] or [least]
+        guess = GUESS_LANES if GUESS_LANES in even else even[0]
+        counts = [guess, *(n for n in even if n != guess)]
     unique = list(dict.fromkeys(counts))
     flash = config.flash_attention
     fused = [flash is FlashAttention.ON or (flash is FlashAttention.AUTO and on_gpu)]

@@ -78,7 +78,7 @@ def _engine_lines(llm: LLM, windows: float) -> list[tuple[str, str]]:
         return [("plan", "no row can be computed")]
     return [
         ("device", llm.card.placement),
-        ("plan", _plan_line(stats.plan.layout, stats.context)),
+        ("plan", _plan_line(stats.plan.layout, stats.context, stats.slots)),
         ("because", _reason_line(stats.plan)),
         ("numbers", _NUMERICS[stats.numerics or Numerics.VARIES]),
         ("memory", _memory_line(llm.card, stats)),
@@ -108,14 +108,15 @@ def _layout(layout: Layout) -> str:
     return f"{lanes}, each with {threads} and {_count(layout.slots, 'row')}{fused}"
 
 
-def _plan_line(layout: Layout, context: ContextConfig) -> str:
+def _plan_line(layout: Layout, context: ContextConfig, slots: int) -> str:
     cells = f"streams of {context.row_cells} cells a row"
     if context.pool_cells is not None:
         cells = f"one pool of {context.pool_cells} cells, at most {context.row_cells} for a row"
     if context.num_prefix_slots:
         cells += f", {_count(context.num_prefix_slots, 'slot')} a lane for prefixes"
     flash = "" if context.flash_attention else "; flash attention off"
-    return f"{_layout(layout)}; {cells}{flash}; prompts in chunks of {context.chunk}"
+    uneven = f", {slots} rows in all" if slots % layout.lanes else ""
+    return f"{_layout(layout)}{uneven}; {cells}{flash}; prompts in chunks of {context.chunk}"
 
 
 def _reason_line(choice: Choice) -> str:
