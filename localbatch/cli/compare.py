@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from localbatch.cli.main import complete_model, debug_option, terminate_as_interrupt
+from localbatch.cli.main import complete_model, debug_option, interruptible
 from localbatch.cli.options import (
     column_options,
     gpu_options,
@@ -184,7 +184,7 @@ def compare(model: str, source: str, **options: Any) -> None:
         options.pop("most_rows"),
     )  # fmt: skip
     config = CompareConfig(engine=engine, requests=rows, name=model, **options)
-    with terminate_as_interrupt():
+    with interruptible():
         report = comparison.compare(config, tell=teller(quiet))
     if num_bad:
         left_out = f"{num_bad} rows of the input can't be used and are left out"

@@ -56,23 +56,29 @@ class Commands(click.Group):
 
 
 @contextlib.contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Treat a request to end, and the end of the terminal, like Ctrl-C."""
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C, a request to end, and the end of the terminal interrupt, to keep what is done.
+
+    Another one ends the process at once, whatever it is in: an exception in the middle of
+    another's cleanup would be a traceback from some lock.
+    """
 
     def interrupt(_number: int, _frame: Any) -> None:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
 
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    numbers = [getattr(signal, name) for name in names]
-    before = {n: signal.getsignal(n) for n in numbers}
-    for number in numbers:
-        if before[number] is not signal.SIG_IGN:  # under nohup the run goes on
-            signal.signal(number, interrupt)
+    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in (getattr(signal, n) for n in names)}
+    # Under nohup, and in the background of a script, the run goes on.
+    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in handled:
+            signal.signal(number, before[number])
 
 
 def complete_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from tqdm import tqdm
 
-from localbatch.cli.main import debug_option, terminate_as_interrupt
+from localbatch.cli.main import debug_option, interruptible
 from localbatch.engine.inspect import describe
 from localbatch.models.catalog import is_present, known_entry, load_catalog, resolve_model
 from localbatch.models.download import pull as pull_model
@@ -43,7 +43,7 @@ def pull(name: str, force: bool) -> None:
     """Fetch the model NAME, check it, and print where it is."""
     entry = known_entry(name)
     with (
-        terminate_as_interrupt(),
+        interruptible(),
         tqdm(
             total=entry.size, unit="B", unit_scale=True, desc=name, leave=False, disable=None
         ) as bar,

@@ -13,7 +13,7 @@ from localbatch.cli.main import (
     EXIT_ROWS_FAILED,
     complete_model,
     debug_option,
-    terminate_as_interrupt,
+    interruptible,
 )
 from localbatch.cli.options import (
     answer_column_option,
@@ -117,7 +117,7 @@ def run(
     )  # fmt: skip
     if only_plan:
         return dry_run(config)
-    with terminate_as_interrupt():
+    with interruptible():
         result = run_job(config)
     if isinstance(result.error, OutputClosedError):
         raise SystemExit(EXIT_CLOSED)

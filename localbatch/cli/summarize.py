@@ -16,7 +16,7 @@ from localbatch.cli.main import (
     EXIT_ROWS_FAILED,
     complete_model,
     debug_option,
-    terminate_as_interrupt,
+    interruptible,
 )
 from localbatch.cli.options import engine_options, prompt_options, take_inputs
 from localbatch.data.sampling_params import SamplingParams
@@ -222,7 +222,7 @@ def summarize(
             plan = plan_summaries(config, progress.show_reading)
             progress.close()
             return _show_plan(plan, quiet)
-        with terminate_as_interrupt():
+        with interruptible():
             result = run_summarize(config, progress.update)
     finally:
         progress.close()

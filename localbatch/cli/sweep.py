@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from localbatch.cli.compare import engine_config, machine_options, saver, teller
-from localbatch.cli.main import complete_model, debug_option, terminate_as_interrupt
+from localbatch.cli.main import complete_model, debug_option, interruptible
 from localbatch.compare import sweep as sweeping
 from localbatch.data.config import KVLayout
 from localbatch.data.errors import ConfigError
@@ -88,7 +88,7 @@ def sweep(model: str, **options: Any) -> None:
     config = sweeping.SweepConfig(
         engine=engine, layouts=kv_layouts, name=model, max_ctx=card.max_ctx, **options
     )
-    with terminate_as_interrupt():
+    with interruptible():
         report = sweeping.sweep(config, tell=teller(quiet))
     click.echo(json.dumps(report.as_dict(), indent=2) if as_json else sweep_text(report))
     save(report)
