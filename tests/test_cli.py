@@ -226,9 +226,33 @@ def test_interrupted_at_any_moment(
     sent = time.monotonic()
     _, stderr = process.communicate(timeout=10)
 
-    assert process.returncode in (130, -number)
+    assert process.returncode in (130, -number), stderr
     assert time.monotonic() - sent < 2
     assert "Traceback" not in stderr
+
+
+def test_what_an_interruption_breaks_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A library's cleanup fails since Ctrl-C came in the middle of it; other errors are shown."""
+    source = tmp_path / "in.txt"
+    source.write_text("x\n")
+    is_interrupted = True
+
+    def broken(*_: object) -> None:
+        try:
+            if is_interrupted:
+                signal.raise_signal(signal.SIGTERM)
+        finally:
+            raise AttributeError("no lock")
+
+    monkeypatch.setattr("localbatch.jobs.run.announce", broken)
+    done = run_fake(str(source), "-o", str(tmp_path / "out.jsonl"))
+    assert (done.exit_code, done.stderr) == (130, "interrupted\n")
+
+    is_interrupted = False
+    with pytest.raises(AttributeError, match="no lock"):
+        run_fake(str(source), "-o", str(tmp_path / "out.jsonl"))
 
 
 @pytest.mark.model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,15 @@ from tests.factories import create_requests
 TASKS = Path("/proc/self/task")
 
 
-def num_threads() -> int:
-    """Threads of this process by the kernel's count, OpenMP's helpers included."""
-    return len(os.listdir(TASKS))
+def threads() -> set[str]:
+    """Threads of this process by the kernel's names, OpenMP's helpers included."""
+    return set(os.listdir(TASKS))
 
 
-def falls_to(number: int) -> bool:
-    """Whether so few are left soon: helpers end a moment after their thread."""
-    for _ in range(100):
-        if num_threads() <= number:
+def end_soon(started: Callable[[], set[str]], allowed: int = 0) -> bool:
+    """Whether no more of them are left soon: helpers end a moment after their thread."""
+    for _ in range(400):
+        if len(started()) <= allowed:
             return True
         time.sleep(0.05)
     return False
@@ -64,38 +65,40 @@ class TestComputeThread:
 class TestHelpers:
     def test_of_an_engine(self, tiny_model: Path) -> None:
         """It computes with a helper, and after its end and the model's there is none."""
-        before = num_threads()
+        before = threads()
         backend = LlamaBackend(str(tiny_model))
-        assert falls_to(before)
+        assert end_soon(lambda: threads() - before)
         engine = Engine(backend, EngineConfig(str(tiny_model), lanes=1, threads=2))
         engine.submit(create_requests(2, 5, first=0, max_tokens=8, ignore_eos=True))
         most = 0
         while engine.has_work:
             engine.step()
-            most = max(most, num_threads())
-        assert most >= before + 2
+            most = max(most, len(threads() - before))
+        assert most >= 2
         engine.close()
         backend.close()
-        assert falls_to(before)
+        assert end_soon(lambda: threads() - before)
 
     def test_of_a_measurement(self, tiny_model: Path) -> None:
-        before = num_threads()
+        before = threads()
         backend = LlamaBackend(str(tiny_model))
         context = ContextConfig(4, 256, None, chunk=128, threads=2)
         assert measure([backend], context, 10.0) is not None
-        assert falls_to(before)
+        assert end_soon(lambda: threads() - before)
         backend.close()
 
     def test_of_a_lane_with_fewer_threads(self, tiny_model: Path) -> None:
         """A lane that gives threads back gives the helpers back, too."""
+        before = threads()
         backend = LlamaBackend(str(tiny_model))
         engine = Engine(backend, EngineConfig(str(tiny_model), lanes=1, threads=2))
         engine.submit(create_requests(1, 5, first=0, max_tokens=8, ignore_eos=True))
         engine.step()
         lane = engine.lanes[0]
-        before = num_threads()
+        computing = threads() - before
         lane.use_threads(1)
-        assert falls_to(before - 2)
+        assert len(computing) >= 2
+        assert end_soon(lambda: threads() & computing)
         engine.close()
         backend.close()
 
@@ -104,14 +107,14 @@ class TestHelpers:
         """At the start of a measurement nothing is left of warming up, and none after it."""
         config = EngineConfig(str(tiny_model), lanes=1, threads=2)
         task = Task(mode, config, tuple(create_requests(4, 5, first=0, ignore_eos=True)), 2)
-        before, at_start = num_threads(), list[bool]()
-        allowed = before + 1 + mode.startswith("continuous")  # what measures, and the lane
+        before, at_start = threads(), list[bool]()
+        allowed = 1 + mode.startswith("continuous")  # what measures, and the lane
 
         def start() -> float:
-            at_start.append(falls_to(allowed))
+            at_start.append(end_soon(lambda: threads() - before, allowed))
             return time.perf_counter()
 
         for _ in range(2):  # the first one also finds out about bits
             apart(measure_task, task, LlamaBackend(str(tiny_model)), start)
         assert at_start[-1]
-        assert falls_to(before)
+        assert end_soon(lambda: threads() - before)

@@ -60,10 +60,14 @@ def interruptible() -> Iterator[None]:
     """Let Ctrl-C, a request to end, and the end of the terminal interrupt, to keep what is done.
 
     Another one ends the process at once, whatever it is in: an exception in the middle of
-    another's cleanup would be a traceback from some lock.
+    another's cleanup would be a traceback from some lock. Raises `KeyboardInterrupt` as well for
+    what an interruption at a bad moment made of some library's cleanup.
     """
+    interrupted = False
 
     def interrupt(_number: int, _frame: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
         for number in handled:
             signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
@@ -76,6 +80,12 @@ def interruptible() -> Iterator[None]:
         signal.signal(number, interrupt)
     try:
         yield
+    except LocalbatchError:
+        raise
+    except Exception as error:
+        if interrupted:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         for number in handled:
             signal.signal(number, before[number])
