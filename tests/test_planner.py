@@ -366,17 +366,30 @@ class TestCommand:
             main, ["plan", "fake", str(rows), "--backend", "fake", "--lanes", "1", "--threads", "1"]
         )
 
-        assert result.exit_code == 0, result.output
+        assert result.exit_code == 3, result.output
         lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
         assert lines["job"] == str(rows)
         assert lines["rows"] == "3; 1 can't be read"
         # <user>one</user><assistant> in bytes, and BOS
         assert lines["prompts"].startswith("56 tokens: 28 to 28 a row")
         assert lines["answers"] == "at most 1,024 tokens"
-        assert lines["plan"].startswith(
-            "1 lane, each with 1 thread and 2 rows; streams of 768 cells"
-        )
+        assert lines["plan"].startswith("1 lane with 1 thread and 2 rows; streams of 768 cells")
         assert lines["expected"] == "not measured"
+
+    def test_lanes_of_unlike_sizes(self, tmp_path: Path) -> None:
+        """Three rows in two lanes are two and one."""
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text('{"prompt": "one"}\n' * 9)
+
+        result = CliRunner().invoke(
+            main, ["plan", "fake", str(rows), "--backend", "fake", "--lanes", "2", "--threads", "2",
+                   "--parallel", "3", "--temperature", "1"]
+        )  # fmt: skip
+
+        lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+        assert lines["plan"].startswith(
+            "2 lanes, each with 1 thread and up to 2 rows, 3 rows in all; streams of"
+        )
 
     def test_a_system_message_needs_the_template(self) -> None:
         """As in `run`."""
@@ -395,3 +408,4 @@ class TestCommand:
         lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
         assert lines["rows"] == "1; 1 can't be read"
         assert lines["plan"] == "no row can be computed"
+        assert result.exit_code == 3

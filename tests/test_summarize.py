@@ -244,6 +244,19 @@ class TestChecks:
         assert copies(" ".join(source.split()[20:70]), source)
         assert not copies("It tells of rivers and stones and bridges and much else, too.", source)
 
+    def test_sentences_in_another_order_are_copies(self) -> None:
+        """As a paragraph, or a list; with their words changed or mixed they are not."""
+        source = (
+            "The mill stood by the river for a century. Nobody knew who had built it, and when. "
+            "In 1911 a flood took its wheel. The parish bought the ruin and made it a school. "
+            "Children came from all farms around. It was closed when the road was built."
+        )
+        first, second = "In 1911 a flood took its wheel.", "Nobody knew who had built it, and when."
+        assert copies(f"{first} {second}", source)
+        assert copies(f"* {second}\n* {first}\n", source)
+        assert not copies("A flood took its wheel in 1911. Who had built it nobody knew.", source)
+        assert not copies(f"{second} Its wheel was lost to the waters of 1911, they say.", source)
+
     def test_nothing_else_is_said_of_an_empty_summary(self) -> None:
         """It is empty."""
         assert warnings_of(" \n", "source", is_cut=True) == ["is empty"]

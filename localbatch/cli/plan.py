@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from localbatch.cli.main import complete_model, debug_option
+from localbatch.cli.main import EXIT_ROWS_FAILED, complete_model, debug_option
 from localbatch.cli.options import (
     column_options,
     engine_options,
@@ -33,6 +33,9 @@ def plan(model: str, source: str | None, **options: Any) -> None:
     The model is loaded and, if the job is long enough, measured for some seconds; what was measured
     is kept for later runs. No row is answered. Without INPUT an example job is planned.
 
+    Exit codes: 0 every row can be computed, 1 there is no plan, 2 wrong usage, 3 some rows can't be
+    computed (`localbatch run --dry-run` names them).
+
     \b
     Examples:
       localbatch plan smollm2-135m
@@ -42,3 +45,5 @@ def plan(model: str, source: str | None, **options: Any) -> None:
     params = take_sampling(options)
     planned = plan_job(model, source, params, inputs=take_inputs(options), engine=options)
     show_plan(planned)
+    if planned.failed:
+        raise SystemExit(EXIT_ROWS_FAILED)

@@ -102,10 +102,15 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def _layout(layout: Layout) -> str:
+def _layout(layout: Layout, slots: int | None = None) -> str:
+    """Return a layout in words; `slots` are those of all lanes, if some have one less."""
     lanes, threads = _count(layout.lanes, "lane"), _count(layout.threads, "thread")
-    fused = " with flash attention" if layout.flash_attention else ""
-    return f"{lanes}, each with {threads} and {_count(layout.slots, 'row')}{fused}"
+    rows, fused = _count(layout.slots, "row"), " with flash attention" * layout.flash_attention
+    if layout.lanes == 1:
+        return f"{lanes} with {threads} and {rows}{fused}"
+    if slots is None or slots % layout.lanes == 0:
+        return f"{lanes}, each with {threads} and {rows}{fused}"
+    return f"{lanes}, each with {threads} and up to {rows}{fused}, {_count(slots, 'row')} in all"
 
 
 def _plan_line(layout: Layout, context: ContextConfig, slots: int) -> str:
@@ -115,8 +120,7 @@ def _plan_line(layout: Layout, context: ContextConfig, slots: int) -> str:
     if context.num_prefix_slots:
         cells += f", {_count(context.num_prefix_slots, 'slot')} a lane for prefixes"
     flash = "" if context.flash_attention else "; flash attention off"
-    uneven = f", {slots} rows in all" if slots % layout.lanes else ""
-    return f"{_layout(layout)}{uneven}; {cells}{flash}; prompts in chunks of {context.chunk}"
+    return f"{_layout(layout, slots)}; {cells}{flash}; prompts in chunks of {context.chunk}"
 
 
 def _reason_line(choice: Choice) -> str:

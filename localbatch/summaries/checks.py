@@ -9,8 +9,10 @@ from localbatch.summaries.words import count_words, units
 
 _NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 _COPIED_WORDS = 25
-"""So many words in a row that the source has, too, are a copy."""
+"""Of a longer sentence, so many words in a row are looked for at a time."""
+_MARKS = ".,;:!?\"'()[]*-_•“”‘’«»…–—"  # noqa: RUF001
 _COPIED_SHARE = 0.8
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
 _LEAST_WORDS = 12
 _PHRASE = 6
 _REPEATED_SHARE = 0.3
@@ -39,15 +41,23 @@ def repeats_itself(text: str) -> bool:
 
 
 def copies(summary: str, source: str) -> bool:
-    """Return whether nearly all of a summary is a run of words of its source."""
+    """Return whether nearly all of a summary is sentences, or long runs of words, of its source.
+
+    In whichever order they are, as items of a list or not.
+    """
     number = count_words(summary)
     if number < _LEAST_WORDS or number > 0.8 * count_words(source):
         return False
-    found, whole = units(summary.lower()), f" {' '.join(units(source.lower()))} "
-    run = min(len(found), _COPIED_WORDS * len(found) // number)
-    places = range(0, len(found) - run + 1, max(1, run // 2))
-    hits = sum(f" {' '.join(found[i : i + run])} " in whole for i in places)
-    return hits >= _COPIED_SHARE * len(places)
+    whole = f" {' '.join(_bare_units(source))} "
+    hits = places = 0
+    for sentence in _SENTENCE_END.split(summary):
+        found = _bare_units(sentence)
+        run = max(1, _COPIED_WORDS * len(found) // max(1, count_words(sentence)))
+        for start in range(0, len(found), run):
+            words = found[start : start + run]
+            places += len(words)
+            hits += len(words) * (f" {' '.join(words)} " in whole)
+    return hits >= _COPIED_SHARE * places
 
 
 def warnings_of(summary: str, source: str, *, is_cut: bool) -> list[str]:
@@ -62,6 +72,11 @@ def warnings_of(summary: str, source: str, *, is_cut: bool) -> list[str]:
     if copies(summary, source):
         found.append("copies its source")
     return found
+
+
+def _bare_units(text: str) -> list[str]:
+    """Return the words of a text in lower case, without marks around them."""
+    return [bare for unit in units(text.lower()) if (bare := unit.strip(_MARKS))]
 
 
 def _plain(number: str) -> str:
