@@ -186,6 +186,15 @@ class TestCommands:
         result = invoke(*args, "--ctx", "1024", "--threads", "1")
         assert result.exit_code == 3
 
+    def test_a_dry_run_names_all_rows(self, tmp_path: Path) -> None:
+        """There is no output where the others would be."""
+        source = write(tmp_path, [{"promt": "z"}] * 30)
+
+        result = invoke("run", "fake", source, "--backend", "fake", "--dry-run")
+
+        named = [line.split(": ")[0] for line in result.stderr.splitlines()]
+        assert named == [f"{source}:{line}" for line in range(1, 31)]
+
     def test_overlength_in_a_run(self, tmp_path: Path) -> None:
         """The row is answered, and what was cut is in its usage."""
         source = write(tmp_path, [{"prompt": "y" * 500, "max_tokens": 5}])

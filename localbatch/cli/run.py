@@ -32,18 +32,16 @@ from localbatch.formats.outputs import OutputClosedError
 from localbatch.formats.records import OutputStyle
 from localbatch.jobs.job import JobConfig
 from localbatch.jobs.plan import plan_job
-from localbatch.jobs.progress import Progress, reasoning_line, summary_line
+from localbatch.jobs.progress import reasoning_line, summary_line
 from localbatch.jobs.run import run_job
 
 
 def dry_run(config: JobConfig) -> None:
-    """Print what would be run, and the rows that can't be; ends with the exit code for them."""
-    progress = Progress(quiet=config.quiet)
+    """Print what would be run, and all rows that can't be; ends with the exit code for them."""
     planned = plan_job(
         config.model, config.source, config.params, inputs=config.inputs, engine=config.engine,
-        note=lambda bad: progress.note(f"{config.source}:{bad.line}: {bad.error}"),
+        note=lambda bad: click.echo(f"{config.source}:{bad.line}: {bad.error}", err=True),
     )  # fmt: skip
-    progress.close()
     show_plan(planned)
     if planned.failed:
         raise SystemExit(EXIT_ROWS_FAILED)

@@ -8,11 +8,8 @@ import unicodedata
 from localbatch.summaries.words import count_words, units
 
 _NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
-_COPIED_WORDS = 25
-"""Of a longer sentence, so many words in a row are looked for at a time."""
-_MARKS = ".,;:!?\"'()[]*-_•“”‘’«»…–—"  # noqa: RUF001
+_MARKS = re.compile(r"^[\W_]+|[\W_]+$")
 _COPIED_SHARE = 0.8
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
 _LEAST_WORDS = 12
 _PHRASE = 6
 _REPEATED_SHARE = 0.3
@@ -41,23 +38,21 @@ def repeats_itself(text: str) -> bool:
 
 
 def copies(summary: str, source: str) -> bool:
-    """Return whether nearly all of a summary is sentences, or long runs of words, of its source.
+    """Return whether nearly all words of a summary stand in phrases that its source has, too.
 
-    In whichever order they are, as items of a list or not.
+    In whichever order the phrases come. This is the coverage by extractive fragments of Grusky et
+    al. (2018), https://arxiv.org/abs/1804.11283, of fragments that are no mere names or terms.
     """
+    found, whole = _bare_units(summary), f" {' '.join(_bare_units(source))} "
     number = count_words(summary)
-    if number < _LEAST_WORDS or number > 0.8 * count_words(source):
+    if not found or number < _LEAST_WORDS or number > 0.8 * count_words(source):
         return False
-    whole = f" {' '.join(_bare_units(source))} "
-    hits = places = 0
-    for sentence in _SENTENCE_END.split(summary):
-        found = _bare_units(sentence)
-        run = max(1, _COPIED_WORDS * len(found) // max(1, count_words(sentence)))
-        for start in range(0, len(found), run):
-            words = found[start : start + run]
-            places += len(words)
-            hits += len(words) * (f" {' '.join(words)} " in whole)
-    return hits >= _COPIED_SHARE * places
+    size = max(1, _PHRASE * len(found) // number)
+    covered = [False] * len(found)
+    for start in range(len(found) - size + 1):
+        if f" {' '.join(found[start : start + size])} " in whole:
+            covered[start : start + size] = [True] * size
+    return sum(covered) >= _COPIED_SHARE * len(found)
 
 
 def warnings_of(summary: str, source: str, *, is_cut: bool) -> list[str]:
@@ -75,8 +70,9 @@ def warnings_of(summary: str, source: str, *, is_cut: bool) -> list[str]:
 
 
 def _bare_units(text: str) -> list[str]:
-    """Return the words of a text in lower case, without marks around them."""
-    return [bare for unit in units(text.lower()) if (bare := unit.strip(_MARKS))]
+    """Return the words of a text in one form of writing them, without marks around them."""
+    text = unicodedata.normalize("NFKC", text.replace("\N{SOFT HYPHEN}", "")).lower()
+    return [bare for unit in units(text) if (bare := _MARKS.sub("", unit))]
 
 
 def _plain(number: str) -> str:
