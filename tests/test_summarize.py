@@ -267,6 +267,7 @@ class TestChecks:
         "Nobody knew who had built it, and when. Its wheel was lost to the waters, they say.",
         "- the mill\n- the river\n- a century\n- a flood\n- its wheel\n- the parish\n- a school",
         "... " * 20, "* - " * 12,
+        "- made it a school\n- from all farms around\n- by the river\n- knew who had built",
     ])  # fmt: skip
     def test_other_words_names_and_marks_are_no_copies(self, summary: str) -> None:
         """Names and terms of the source have to be in a summary."""

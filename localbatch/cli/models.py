@@ -26,7 +26,12 @@ def models() -> None:
 
 @models.command("list")
 def list_models() -> None:
-    """List the models that can be fetched by name."""
+    """List the models that can be fetched by name.
+
+    \b
+    Examples:
+      localbatch models list
+    """
     catalog = load_catalog()
     width = max(map(len, catalog))
     for name, entry in catalog.items():
@@ -40,7 +45,13 @@ def list_models() -> None:
 @click.option("--force", is_flag=True, help="Fetch it again even if it is here.")
 @debug_option
 def pull(name: str, force: bool) -> None:
-    """Fetch the model NAME, check it, and print where it is."""
+    """Fetch the model NAME, check it, and print where it is.
+
+    \b
+    Examples:
+      localbatch models pull smollm2-135m
+      localbatch models pull smollm2-135m --force
+    """
     entry = known_entry(name)
     with (
         interruptible(),
@@ -74,7 +85,13 @@ def pull(name: str, force: bool) -> None:
 )
 @debug_option
 def info(model: str, rows: int, ctx: int) -> None:
-    """Print what the GGUF file of MODEL says of itself, and what a batch needs in memory."""
+    """Print what the GGUF file of MODEL says of itself, and what a batch needs in memory.
+
+    \b
+    Examples:
+      localbatch models info smollm2-135m
+      localbatch models info ./model.gguf --rows 64 --ctx 4096
+    """
     for key, value in describe(str(resolve_model(model)), rows=rows, ctx=ctx):
         click.echo(f"{key:<14} {value}")
 
@@ -82,5 +99,10 @@ def info(model: str, rows: int, ctx: int) -> None:
 @models.command()
 @click.argument("name")
 def path(name: str) -> None:
-    """Print the path of the model NAME, which must be here."""
+    """Print the path of the model NAME, which must be here.
+
+    \b
+    Examples:
+      localbatch models path smollm2-135m
+    """
     click.echo(resolve_model(name))

@@ -43,8 +43,9 @@ def copies(summary: str, source: str) -> bool:
     In whichever order the phrases come. This is the coverage by extractive fragments of Grusky et
     al. (2018), https://arxiv.org/abs/1804.11283, of fragments that are no mere names or terms.
     """
-    found, number = _bare_units(summary), count_words(summary)
-    if not found or number < _LEAST_WORDS or number > 0.8 * count_words(source):
+    found = _bare_units(summary)
+    number = count_words(" ".join(found))
+    if number < _LEAST_WORDS or number > 0.8 * count_words(source):
         return False
     whole = f" {' '.join(_bare_units(source))} "
     size = max(1, _PHRASE * len(found) // number)
